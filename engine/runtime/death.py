@@ -1,0 +1,39 @@
+"""Die with the supervisor, whatever this process is doing.
+
+The supervisor holds the write end of a pipe and never writes. Its end, however it comes, closes the pipe, and
+the kernel then signals whoever asked to own the read end: with SIGKILL, so that a stopped process or one
+that holds the GIL in native code goes too. A pipe's flags belong to the open file description, which all
+children would share by inheritance, hence the reopening through /proc.
+"""
+
+import ctypes
+import fcntl
+import os
+import select
+import signal
+import sys
+
+_F_SETSIG = 10
+_PR_SET_PDEATHSIG = 1
+
+
+def tie_to_parent(death_fd: int) -> None:
+    """Arrange our death at the supervisor's. Call before heavy imports; -1 = started by hand, no tie.
+
+    Exits at once when the supervisor is gone already.
+    """
+    if death_fd < 0:
+        return
+    try:
+        own = os.open(f"/proc/self/fd/{death_fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise SystemExit(f"death pipe {death_fd} is not open: {error}") from error
+    os.close(death_fd)
+    fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(own, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
+    # A second line, for the window before. It would also fire when a wrapper ends, which is right.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    hung_up, _, _ = select.select([own], [], [], 0)
+    if hung_up:
+        sys.exit("the supervisor is gone")

@@ -1,0 +1,197 @@
+"""What every stage's main is made of: config, death pipe, title, logging, signals, inbox loop, heartbeat.
+
+A stage's `__main__` reads
+
+    stage = Stage.boot(StageKind.SCHEDULER)          # before heavy imports
+    from scheduler.loop import SchedulerLoop          # then those
+    stage.run(SchedulerLoop(stage))
+
+The server, whose loop is asyncio's, uses the parts of `Stage` instead of `run`.
+"""
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import NoReturn, Protocol
+
+from engine.runtime.death import tie_to_parent
+from engine.runtime.logs import setup_logging
+from proto.channel import Address, ChannelError, Context, Inbox, Outbox
+from proto.config import Options, StageConfig, load_config, options_of
+from proto.ids import StageKind
+from proto.messages import (
+    SCHEMA_HASH,
+    Facts,
+    Heartbeat,
+    Message,
+    Progress,
+    Ready,
+    StageInfo,
+    StageState,
+    Stop,
+    World,
+)
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 1.0
+_IDLE_SECONDS = 0.1
+_RETRY_SECONDS = 0.001  # between attempts to hand over a backlog
+SUPERVISOR = Address(StageKind.SUPERVISOR, 0)
+
+
+class Handler(Protocol):
+    """A stage's own part of the loop. All calls come from one thread."""
+
+    def on_message(self, message: Message) -> None:
+        """Take one message; never blocks."""
+
+    def step(self, now: int) -> float | None:
+        """Work after the inbox was drained. `now` is monotonic ns.
+
+        Returns the seconds after which it wants to be called again without a message (0 = at once), or
+        None when only a message can give it work.
+        """
+
+    def counters(self) -> dict[str, float]:
+        """For the heartbeat; cheap."""
+
+
+class Stage:
+    """The process's surroundings: who it is, its inbox, its outboxes, and who else lives."""
+
+    def __init__(self, config: StageConfig) -> None:
+        self.config = config
+        self.address = Address(config.kind, config.index)
+        self.world = World(stages=(), draining=False, failure="")
+        self.stopping = False
+        self._context = Context()
+        self.inbox = Inbox(self._context, config.run_dir, self.address, config.incarnation)
+        self._outboxes: dict[Address, Outbox] = {}
+        self.outbox(SUPERVISOR).address_incarnation(config.supervisor_incarnation)
+        self._next_heartbeat = 0.0
+
+    @classmethod
+    def boot(cls, kind: StageKind) -> "Stage":
+        """First act of a stage's process. Takes the config's path from argv[1]."""
+        if len(sys.argv) != 2:
+            raise SystemExit(f"usage: python -P -m {sys.argv[0]} CONFIG.json")
+        config = load_config(sys.argv[1])
+        if config.kind is not kind:
+            raise SystemExit(f"{sys.argv[1]} configures a {config.kind.label}, not a {kind.label}")
+        tie_to_parent(config.death_fd)
+        set_title(config)
+        setup_logging(f"{kind.label}-{config.index}", config.log_level)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ^C is the supervisor's to handle
+        try:
+            stage = cls(config)
+        except ChannelError as error:
+            raise SystemExit(str(error)) from error
+        signal.signal(signal.SIGTERM, lambda _signum, _frame: stage.stop())
+        return stage
+
+    @property
+    def options(self) -> Options:
+        """Options of this stage's kind; narrow with an assertion on the type."""
+        return options_of(self.config)
+
+    def outbox(self, to: Address) -> Outbox:
+        """The one outbox to that stage, connected at first use."""
+        if to not in self._outboxes:
+            self._outboxes[to] = Outbox(self._context, self.config.run_dir, self.address, self.config.incarnation, to)
+            self._aim(to)
+        return self._outboxes[to]
+
+    def find(self, kind: StageKind, index: int = 0) -> StageInfo | None:
+        """The newest that the supervisor told of a stage."""
+        return next((s for s in self.world.stages if s.kind is kind and s.index == index), None)
+
+    def ready(self, facts: Facts = None) -> None:
+        """Tell the supervisor that this stage can work."""
+        self.outbox(SUPERVISOR).send(Ready(pid=os.getpid(), schema=SCHEMA_HASH, facts=facts))
+
+    def progress(self, text: str, done: int = 0, total: int = 0) -> None:
+        """Tell the supervisor that a long start goes on."""
+        self.outbox(SUPERVISOR).send(Progress(text=text, done=done, total=total))
+
+    def take_world(self, world: World) -> None:
+        """Adopt a snapshot: aim outboxes at who lives, refuse what the dead still send."""
+        self.world = world
+        for info in world.stages:
+            self.inbox.learn(Address(info.kind, info.index), info.incarnation)
+        for to in self._outboxes:
+            self._aim(to)
+
+    def _aim(self, to: Address) -> None:
+        info = self.find(to.kind, to.index)
+        if info is not None:
+            self._outboxes[to].address_incarnation(info.incarnation)
+
+    def stop(self) -> None:
+        self.stopping = True
+
+    def flush(self) -> bool:
+        """Push on what peers did not take yet; True when nothing waits."""
+        left = [outbox for outbox in self._outboxes.values() if not outbox.flush()]
+        return not left
+
+    def heartbeat(self, counters: Callable[[], dict[str, float]]) -> None:
+        """Send counters when one is due."""
+        now = time.monotonic()
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + HEARTBEAT_SECONDS
+            values = counters()
+            values["backlog"] = float(sum(outbox.backlog for outbox in self._outboxes.values()))
+            values["dropped_stale"] = float(self.inbox.dropped_stale)
+            self.outbox(SUPERVISOR).send(Heartbeat(counters=values))
+
+    def run(self, handler: Handler) -> NoReturn:
+        """Play until told to stop, then leave the process."""
+        pause: float | None = 0.0
+        try:
+            while not self.stopping:
+                self.heartbeat(handler.counters)
+                wait = _IDLE_SECONDS if pause is None else min(pause, _IDLE_SECONDS)
+                self.inbox.wait(wait if self.flush() else min(wait, _RETRY_SECONDS))
+                for message in self.inbox.drain():
+                    self._dispatch(handler, message)
+                pause = handler.step(time.monotonic_ns())
+        except ChannelError as error:
+            log.critical("%s", error)
+            self.exit(3)
+        except Exception:
+            log.critical("this stage dies of a bug", exc_info=True)
+            self.exit(4)
+        self.exit(0)
+
+    def _dispatch(self, handler: Handler, message: Message) -> None:
+        if isinstance(message, Stop):
+            self.stop()
+            return
+        if isinstance(message, World):
+            self.take_world(message)
+        handler.on_message(message)
+
+    def exit(self, code: int) -> NoReturn:
+        """Deliver what waits, then end at once: interpreter teardown lost messages in the experiments."""
+        for outbox in self._outboxes.values():
+            outbox.close()
+        self.inbox.close()
+        self._context.close()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def set_title(config: StageConfig) -> None:
+    """Name the process for ps, top and profilers."""
+    from setproctitle import setproctitle
+
+    rank = " rank 0" if config.kind is StageKind.WORKER else ""
+    setproctitle(f"quintet {config.kind.label} {config.index}{rank}")
+
+
+def is_ready(info: StageInfo | None) -> bool:
+    return info is not None and info.state is StageState.READY

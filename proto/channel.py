@@ -1,0 +1,201 @@
+"""ZeroMQ for everybody: one `Inbox` a process, one `Outbox` to each inbox that it writes to.
+
+Nobody else imports zmq. Nothing here promises delivery: a killed receiver loses a contiguous hole of each
+sender's stream, so correctness rests on positions and attempts in the messages (architecture §2, §6).
+"""
+
+import fcntl
+import os
+import struct
+import time
+from collections import deque
+from typing import Any
+
+import msgspec
+import zmq
+
+from proto.ids import StageKind
+from proto.messages import INBOXES, Message, Stop, World
+
+# sun_path holds 108 bytes with its terminator.
+MAX_IPC_PATH = 107
+_HIGH_WATER_MARK = 1000
+_RECONNECT_MS = 10
+_LINGER_MS = 500
+
+# sender kind, sender index, sender incarnation, addressee incarnation (0 = whoever it is)
+_HEADER = struct.Struct("<BBII")
+
+
+class ChannelError(RuntimeError):
+    """An inbox could not be bound, or a peer of our schema sent what cannot be decoded."""
+
+
+class Address(msgspec.Struct, frozen=True):
+    """One stage of this instance."""
+
+    kind: StageKind
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.label}-{self.index}"
+
+
+def inbox_path(run_dir: str, address: Address) -> str:
+    """File of the inbox's socket. Raises ChannelError when ipc cannot hold the name."""
+    path = os.path.join(run_dir, str(address))
+    if len(os.fsencode(path)) > MAX_IPC_PATH:
+        raise ChannelError(
+            f"inbox path {path!r} is {len(os.fsencode(path))} bytes; ipc holds {MAX_IPC_PATH}: "
+            "choose a shorter --run-dir"
+        )
+    return path
+
+
+class Context:
+    """The process's ZeroMQ context, and the end of all its sockets."""
+
+    def __init__(self) -> None:
+        self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def socket(self, kind: int) -> "zmq.Socket[bytes]":
+        socket = self._zmq.socket(kind)
+        socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        return socket
+
+    def close(self) -> None:
+        """Send what is queued for at most the linger time, then close everything."""
+        self._zmq.destroy(linger=_LINGER_MS)
+
+
+class Inbox:
+    """The one PULL socket of a process. Messages are decoded and filtered by incarnation."""
+
+    def __init__(self, context: Context, run_dir: str, address: Address, incarnation: int) -> None:
+        path = inbox_path(run_dir, address)
+        # Binding a live ipc path succeeds silently and splits its stream between two readers.
+        self._lock = os.open(path + ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise ChannelError(f"inbox {path} is held by a live process") from error
+        self._socket = context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+        # accept() filters by the peer's credentials: other users cannot write to us.
+        self._socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
+        self._socket.bind("ipc://" + path)
+        self._decoder = msgspec.msgpack.Decoder(INBOXES[address.kind])
+        self._incarnation = incarnation
+        self._newest: dict[tuple[int, int], int] = {}
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self.address = address
+        self.dropped_stale = 0
+
+    @property
+    def fd(self) -> int:
+        """Edge-triggered: after it fires, call `drain` until it returns nothing."""
+        return int(self._socket.getsockopt(zmq.FD))
+
+    def wait(self, timeout: float) -> bool:
+        """Block until a message is there, at most `timeout` seconds (whole milliseconds)."""
+        return bool(self._poller.poll(int(timeout * 1000)))
+
+    def drain(self, limit: int = 4096) -> list[Message]:
+        """All messages that are there (up to `limit`), control first, otherwise in order.
+
+        Raises ChannelError when a message cannot be decoded: going on would hang its caller.
+        """
+        messages: list[Message] = []
+        control: list[Message] = []
+        try:
+            while len(messages) + len(control) < limit:
+                message = self._decode(self._socket.recv(zmq.NOBLOCK))
+                if message is not None:
+                    (control if isinstance(message, World | Stop) else messages).append(message)
+        except zmq.Again:
+            pass
+        return control + messages
+
+    def _decode(self, frame: bytes) -> Message | None:
+        try:
+            kind, index, sender, addressee = _HEADER.unpack_from(frame)
+            message: Message = self._decoder.decode(memoryview(frame)[_HEADER.size :])
+        except (struct.error, msgspec.DecodeError) as error:
+            raise ChannelError(f"{self.address} got a message that it cannot decode: {error}") from error
+        newest = self._newest.get((kind, index), 0)
+        if sender < newest or addressee not in (0, self._incarnation):
+            self.dropped_stale += 1
+            return None
+        if sender > newest:
+            self._newest[kind, index] = sender
+        return message
+
+    def learn(self, address: Address, incarnation: int) -> None:
+        """From now on drop what older incarnations of a stage sent."""
+        key = (int(address.kind), address.index)
+        self._newest[key] = max(self._newest.get(key, 0), incarnation)
+
+    def close(self) -> None:
+        self._socket.close()
+        os.close(self._lock)
+
+
+class Outbox:
+    """The PUSH socket to one inbox. `send` never blocks: what ZeroMQ does not take waits here, in order."""
+
+    def __init__(self, context: Context, run_dir: str, sender: Address, incarnation: int, to: Address) -> None:
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        self._socket.connect("ipc://" + inbox_path(run_dir, to))
+        self._encoder = msgspec.msgpack.Encoder()
+        self._sender = (int(sender.kind), sender.index, incarnation)
+        self._overflow: deque[bytes] = deque()
+        self.to = to
+        self.address_incarnation(0)
+
+    def address_incarnation(self, incarnation: int) -> None:
+        """Write to this incarnation of the addressee only; 0 = to whoever holds the inbox."""
+        self._header = _HEADER.pack(*self._sender, incarnation)
+
+    def send(self, message: Message) -> None:
+        self.send_encoded(self._encoder.encode(message))
+
+    def send_encoded(self, body: bytes) -> None:
+        """As `send`, of a message that is encoded already."""
+        self._overflow.append(self._header + body)
+        self.flush()
+
+    def flush(self) -> bool:
+        """Hand over what waits; True when nothing is left. The loop calls it while `backlog` is not 0."""
+        try:
+            while self._overflow:
+                self._socket.send(self._overflow[0], zmq.NOBLOCK)
+                self._overflow.popleft()
+        except zmq.Again:
+            return False
+        return True
+
+    @property
+    def backlog(self) -> int:
+        """Messages that ZeroMQ did not take yet."""
+        return len(self._overflow)
+
+    def close(self, patience: float = 0.5) -> None:
+        """Try for `patience` seconds to hand over the backlog, then close."""
+        end = time.monotonic() + patience
+        while not self.flush() and time.monotonic() < end:
+            time.sleep(0.001)
+        self._socket.close()
+
+
+def encode(message: Message) -> bytes:
+    """Body of a message, for payloads that travel inside another message."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode_as(body: bytes, kind: type[Any]) -> Any:
+    """Inverse of `encode`."""
+    return msgspec.msgpack.decode(body, type=kind)

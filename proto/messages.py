@@ -1,0 +1,519 @@
+"""Every message of the ring, one union for each inbox.
+
+Conventions
+- Columns travel as little-endian bytes: `i32` token ids, page ids, slots and counts, `u64` rids, `u32`
+  attempts, `u8` flags. Read them with `column`, write them with `numpy.ndarray.tobytes`.
+- Times are CLOCK_MONOTONIC nanoseconds (`time.monotonic_ns`), comparable between processes of one host;
+  0 means none.
+- Sender and addressee, with their incarnations, stand in the frame's header (`proto.channel`), not here.
+- Nothing is derived in `__post_init__`: decoding would run it again.
+"""
+
+import hashlib
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from proto.ids import StageKind
+
+I32 = np.dtype("<i4")
+U32 = np.dtype("<u4")
+U64 = np.dtype("<u8")
+U8 = np.dtype("u1")
+
+
+def column(data: bytes, dtype: np.dtype[Any] = I32) -> npt.NDArray[Any]:
+    """Read-only array over the bytes of a column; no copy."""
+    return np.frombuffer(data, dtype)
+
+
+class Message(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Base of all messages; subclasses set a unique `tag`."""
+
+
+class WorkClass(IntEnum):
+    """Classes of work with latency budgets of their own (requirements S4)."""
+
+    CHAT = 0
+    AGENT = 1
+    BATCH = 2
+
+
+class Finish(IntEnum):
+    """Why a request ended; 0 = it goes on."""
+
+    NONE = 0
+    STOP = 1  # an EOS id, a stop id or a stop string
+    LENGTH = 2  # max_new_tokens, or the context is full
+    ABORT = 3
+    TIME_LIMIT = 4
+    ERROR = 5
+
+
+class RejectCode(IntEnum):
+    """What a Reject means to the caller; the server maps it to a gRPC status."""
+
+    INVALID = 1  # INVALID_ARGUMENT: field, limit and value are set
+    EXHAUSTED = 2  # RESOURCE_EXHAUSTED with retry_after_ms
+    DEADLINE = 3  # DEADLINE_EXCEEDED: would not finish its prefill in time, or expired in a queue
+    UNAVAILABLE = 4
+    INTERNAL = 5
+
+
+# --------------------------------------------------------------------------- requests
+
+
+class Sampling(Message, tag="sampling"):
+    """How one token is drawn from its logits. Every field is already validated and resolved.
+
+    Filters apply to the distribution after temperature, in the order top_k, top_p, min_p.
+    """
+
+    temperature: float  # 0 = greedy
+    top_k: int  # 0 = off
+    top_p: float  # 1 = off
+    min_p: float  # 0 = off
+    seed: int  # unsigned 64 bits; random numbers depend on (seed, index, position, purpose) only
+    logprobs: int  # -1 = none, 0 = the chosen token's, k = and the k most likely
+
+
+class RequestParams(Message, tag="params"):
+    """What a caller asked of a generation, after the server's checks and defaults."""
+
+    sampling: Sampling
+    max_new_tokens: int  # -1 = up to the context; 0 = prefill only
+    min_new_tokens: int
+    stop_strings: tuple[str, ...]
+    stop_token_ids: bytes  # i32
+    include_stop: bool  # keep a matched stop string in the text
+    ignore_eos: bool
+    skip_special_tokens: bool
+    work_class: WorkClass
+    priority: int  # higher first within a class
+    cache_salt: str  # pages are shared only between equal salts
+    deadline: int  # monotonic ns
+
+
+class Resume(Message, tag="resume"):
+    """What the caller already has of a request that is submitted again (architecture §6)."""
+
+    output_ids: bytes  # i32, delivered output tokens
+    characters: int  # delivered characters of text
+
+
+class ChatMessage(Message, tag="chat"):
+    role: str
+    content: str
+
+
+class Submit(Message, tag="submit"):
+    """Server → tokenizer: one attempt of one request. Exactly one of text, token_ids, chat is set."""
+
+    rid: int
+    attempt: int
+    text: str | None
+    token_ids: bytes | None  # i32
+    chat: tuple[ChatMessage, ...] | None
+    now: float  # Unix seconds, fixed once per request: templates that print a date replay equally
+    arrival: int  # monotonic ns when the server had read the call
+    params: RequestParams
+    resume: Resume | None
+
+
+class TokenizeCall(Message, tag="tokenize"):
+    """Server → tokenizer: ids of a text or chat, for the Tokenize rpc. One of text, chat is set."""
+
+    rid: int
+    text: str | None
+    chat: tuple[ChatMessage, ...] | None
+    now: float
+    add_special_tokens: bool
+
+
+class DetokenizeCall(Message, tag="detokenize"):
+    """Server → detokenizer: text of ids, for the Detokenize rpc."""
+
+    rid: int
+    ids: bytes  # i32
+    skip_special_tokens: bool
+
+
+class TokenizeReply(Message, tag="tokenized"):
+    """Tokenizer → server."""
+
+    rid: int
+    ids: bytes  # i32
+    pieces: tuple[str, ...]  # the tokenizer's own spelling of each id
+
+
+class DetokenizeReply(Message, tag="detokenized"):
+    """Detokenizer → server."""
+
+    rid: int
+    text: str
+
+
+class Accepted(Message, tag="accepted"):
+    """Tokenizer → server: the request is on its way to a scheduler."""
+
+    rid: int
+    attempt: int
+    replica: int
+    prompt_tokens: int
+
+
+class Reject(Message, tag="reject"):
+    """Tokenizer, scheduler or detokenizer → server: the request ends here, unserved."""
+
+    rid: int
+    attempt: int
+    code: RejectCode
+    field: str  # name of the offending field in the .proto, "" when none
+    message: str  # says field, limit and value
+    retry_after_ms: int  # with EXHAUSTED
+
+
+class Opening(Message, tag="opening"):
+    """What the detokenizer must know of a request.
+
+    Written by the tokenizer, carried through the scheduler as opaque bytes, delivered with the
+    request's first Emit: so no order between two senders matters.
+    """
+
+    rid: int
+    attempt: int
+    prompt_tokens: int
+    prompt_tail: bytes  # i32, last ids of the prompt: context of the first output characters
+    stop_strings: tuple[str, ...]
+    include_stop: bool
+    min_new_tokens: int  # stop strings are not looked for in the text of earlier tokens
+    skip_special_tokens: bool
+    logprobs: int  # as in Sampling
+    resume: Resume | None
+
+
+class Admit(Message, tag="admit"):
+    """Tokenizer → scheduler: a request to run. A higher attempt supersedes a lower one."""
+
+    rid: int
+    attempt: int
+    prompt_ids: bytes  # i32, without resumed output
+    output_ids: bytes  # i32, resumed output: prefilled, but counted as output
+    sampling: Sampling
+    max_new_tokens: int  # resolved: ≥ 0 and prompt + max_new_tokens ≤ max_model_len
+    min_new_tokens: int  # stop ids are masked before
+    stop_ids: bytes  # i32: the model's EOS ids first (none with ignore_eos), then the caller's
+    num_eos: int  # how many of stop_ids are EOS ids
+    work_class: WorkClass
+    priority: int
+    cache_salt: str
+    deadline: int
+    arrival: int
+    opening: bytes  # encoded Opening
+
+
+class Abort(Message, tag="abort"):
+    """Server → scheduler: forget these requests. May overtake its Admit, so a tombstone is kept."""
+
+    rids: bytes  # u64
+    attempts: bytes  # u32: every attempt up to this one
+
+
+class Census(Message, tag="census"):
+    """Server → scheduler, once a second: all requests that this server holds to be in the scheduler."""
+
+    rids: bytes  # u64
+    attempts: bytes  # u32
+
+
+class CensusReply(Message, tag="census_reply"):
+    """Scheduler → server: those of the census that it does not know."""
+
+    rids: bytes  # u64
+    attempts: bytes  # u32
+
+
+class Flush(Message, tag="flush"):
+    """Server → scheduler: drop every cached prefix page that no request uses."""
+
+    rid: int
+
+
+class FlushReply(Message, tag="flushed"):
+    """Scheduler → server."""
+
+    rid: int
+    pages: int  # freed
+
+
+class Emit(Message, tag="emit"):
+    """Scheduler → detokenizer: what one step gave. Row columns are parallel.
+
+    A row with no tokens and a finish ends a request that generated nothing (max_new_tokens = 0).
+    """
+
+    step: int
+    rids: bytes  # u64
+    attempts: bytes  # u32
+    indexes: bytes  # u8, which of n sequences; empty = all 0
+    starts: bytes  # i32, output position of the row's first token
+    counts: bytes  # i32, tokens per row; empty = one each
+    ids: bytes  # i32, ragged by counts
+    finishes: bytes  # u8 Finish; empty = none ends
+    matched: bytes  # i32, the stop id that ended the row, else -1; empty = all -1
+    matched_eos: bytes  # u8, 1 where matched is an EOS id; empty = all 0
+    openings: tuple[tuple[int, bytes, "Timing"], ...]  # (row, Opening, times up to the first token)
+    logprobs: tuple[tuple[int, bytes], ...]  # (row, worker's payload: encoded TokenLogprobs)
+    closed_rids: bytes  # u64: aborted, superseded or failed since the last Emit: forget them
+    closed_attempts: bytes  # u32
+
+
+class Timing(Message, tag="timing"):
+    """Of a request when its first Emit leaves: durations in ns."""
+
+    cached_tokens: int  # prompt tokens that the prefix cache spared
+    queue: int  # arrival → first scheduled
+    prefill: int  # first scheduled → first result
+
+
+class TokenLogprobs(Message, tag="logprobs"):
+    """Worker → (opaque to the scheduler) → detokenizer: of the raw distribution, natural log.
+
+    One entry per token of the row: the chosen token's, and the k most likely (k may be 0).
+    """
+
+    chosen: tuple[float, ...]
+    top_ids: tuple[bytes, ...]  # i32 each
+    top_logprobs: tuple[tuple[float, ...], ...]
+
+
+class Delta(Message, tag="delta"):
+    """What one request has new: ids, text and logprobs that belong together."""
+
+    rid: int
+    attempt: int
+    index: int
+    start: int  # output position of the first id
+    ids: bytes  # i32; may be empty
+    text: str  # may be empty while characters or a possible stop string are held back
+    text_start: int  # characters of this index before `text`
+    finish: Finish
+    matched_id: int  # -1 = none
+    matched_is_eos: bool
+    matched_string: str  # "" = none
+    prompt_tokens: int
+    timing: Timing | None  # with the first delta of an attempt
+    logprobs: TokenLogprobs | None  # as long as ids
+
+
+class Deltas(Message, tag="deltas"):
+    """Detokenizer → server: one message a step, with the rows of that server."""
+
+    rows: tuple[Delta, ...]
+
+
+# --------------------------------------------------------------------------- the step protocol
+
+
+class AdmitRow(Message, tag="row"):
+    """A request enters a slot. It stays until the slot is released."""
+
+    slot: int
+    ids: bytes  # i32: all known ids (prompt and, after preemption or replay, output)
+    start: int  # ids before this are in the KV cache already (a prefix hit)
+    prompt_len: int  # of ids, how many are prompt
+    pages: bytes  # i32: pages of the slot from position 0 on, shared ones first
+    sampling: Sampling
+    min_len: int  # stop_ids are masked while prompt + output is shorter
+    stop_ids: bytes  # i32
+
+
+class StepPlan(Message, tag="plan"):
+    """Scheduler → worker rank 0: one step, as a difference from the one before.
+
+    Applied in the order of the fields. Rows run in this order: decode rows, then chunks; results come
+    in the same order for rows that sample. A decode row computes the slot's newest token (which only
+    the worker may know yet) and samples the next. Positions follow from what was planned before, so a
+    steady decode step carries nothing but its number and the appended pages.
+    """
+
+    epoch: int
+    step: int
+    previous: int  # step before this one in this epoch; anything else is a Desync
+    released: bytes  # i32 slots
+    admits: tuple[AdmitRow, ...]
+    append_slots: bytes  # i32
+    append_pages: bytes  # i32, parallel: appended to the slot's page table
+    append_groups: bytes  # u8 cache group (layers that share a window); empty = all in group 0
+    decode_slots: bytes | None  # i32 slots to decode, in row order; None = the same as before
+    chunks: bytes  # i32 × 3: slot, count of ids to prefill (from where the slot stands), sample (0/1)
+
+
+class Reset(Message, tag="reset"):
+    """Scheduler → worker: forget all slots and start a new epoch; the next plan has previous = 0."""
+
+    epoch: int
+
+
+class RowStatus(IntEnum):
+    OK = 0
+    NOT_FINITE = 1  # the row's logits hold NaN or infinity: the scheduler fails this request alone
+
+
+class StepResult(Message, tag="result"):
+    """Worker → scheduler: positional in plan order over rows that sampled."""
+
+    epoch: int
+    step: int
+    ids: bytes  # i32
+    counts: bytes  # i32 tokens per row; empty = one each
+    statuses: bytes  # u8 RowStatus; empty = all OK
+    logprobs: tuple[tuple[int, bytes], ...]  # (row, encoded TokenLogprobs)
+    device_ns: int  # time the device spent on the step
+    idle_ns: int  # time the device waited before it for a plan, while rows were running
+
+
+class Desync(Message, tag="desync"):
+    """Worker → scheduler: a plan did not follow the one before; refused until Reset."""
+
+    epoch: int
+    step: int
+    expected_epoch: int
+    expected_previous: int
+
+
+# --------------------------------------------------------------------------- supervision
+
+
+class WorkerFacts(Message, tag="worker_facts"):
+    """What a worker found it can do."""
+
+    num_pages: int
+    page_size: int
+    max_model_len: int  # the smallest of the flag, the model and what the pages hold
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    vocab_size: int
+    device: str
+    dtype: str
+    kv_bytes_per_token: int
+
+
+class TokenizerFacts(Message, tag="tokenizer_facts"):
+    vocab_size: int  # ids that the tokenizer knows
+    eos_ids: tuple[int, ...]
+    has_chat_template: bool
+
+
+class ServerFacts(Message, tag="server_facts"):
+    address: str  # host:port that it serves
+
+
+Facts = WorkerFacts | TokenizerFacts | ServerFacts | None
+
+
+class Ready(Message, tag="ready"):
+    """Every stage → supervisor, once: it can work."""
+
+    pid: int  # its own; with --wrap the supervisor's child is the wrapper
+    schema: str
+    facts: Facts
+
+
+class Progress(Message, tag="progress"):
+    """A starting stage → supervisor: long work goes on."""
+
+    text: str
+    done: int
+    total: int  # 0 = unknown
+
+
+class Heartbeat(Message, tag="heartbeat"):
+    """Every stage → supervisor, once a second and when counters matter. The source of all metrics."""
+
+    counters: dict[str, float]
+
+
+class Serving(Message, tag="serving"):
+    """Server → supervisor: its address answers and the ring has passed a token."""
+
+
+class DrainRequest(Message, tag="drain_request"):
+    """Server → supervisor: a caller of Control.Drain asks for it."""
+
+
+class Drained(Message, tag="drained"):
+    """Server → supervisor: no stream is left."""
+
+
+class StageState(IntEnum):
+    STARTING = 0
+    READY = 1
+    STOPPED = 2  # SIGSTOP: alive but not running
+    DEAD = 3
+
+
+class StageInfo(Message, tag="stage"):
+    kind: StageKind
+    index: int
+    incarnation: int
+    pid: int
+    title: str
+    state: StageState
+    facts: Facts
+    rss_bytes: int
+    cpu_seconds: float
+    restarts: int
+    counters: dict[str, float]
+
+
+class World(Message, tag="world"):
+    """Supervisor → every stage, at each change and once a second: who lives."""
+
+    stages: tuple[StageInfo, ...]
+    draining: bool
+    failure: str  # not empty: the instance is ending because of this
+
+
+class Stop(Message, tag="stop"):
+    """Supervisor → stage: finish at once and exit 0."""
+
+
+# --------------------------------------------------------------------------- inboxes
+
+ServerInbox = Accepted | Reject | Deltas | TokenizeReply | DetokenizeReply | CensusReply | FlushReply | World | Stop
+TokenizerInbox = Submit | TokenizeCall | World | Stop
+SchedulerInbox = Admit | Abort | Census | Flush | StepResult | Desync | World | Stop
+WorkerInbox = StepPlan | Reset | World | Stop
+DetokenizerInbox = Emit | DetokenizeCall | World | Stop
+SupervisorInbox = Ready | Progress | Heartbeat | Serving | DrainRequest | Drained
+
+INBOXES: dict[StageKind, Any] = {
+    StageKind.SUPERVISOR: SupervisorInbox,
+    StageKind.SERVER: ServerInbox,
+    StageKind.TOKENIZER: TokenizerInbox,
+    StageKind.SCHEDULER: SchedulerInbox,
+    StageKind.WORKER: WorkerInbox,
+    StageKind.DETOKENIZER: DetokenizerInbox,
+}
+
+
+def _describe() -> str:
+    """Golden listing of every message: one line each, fields in wire order."""
+    lines = []
+    for kind in sorted(_subclasses(Message), key=lambda c: c.__name__):
+        info = msgspec.structs.fields(kind)
+        fields = ", ".join(f"{f.name}: {f.type}" for f in info)
+        lines.append(f"{kind.__name__}[{kind.__struct_config__.tag}]({fields})")
+    return "\n".join(lines) + "\n"
+
+
+def _subclasses(base: type[Message]) -> list[type[Message]]:
+    return [c for sub in base.__subclasses__() for c in (sub, *_subclasses(sub))]
+
+
+SCHEMA_LISTING = _describe()
+SCHEMA_HASH = hashlib.sha256(SCHEMA_LISTING.encode()).hexdigest()[:16]

@@ -1,0 +1,75 @@
+"""What a model is, as a document that every stage can read.
+
+`engine.models` writes one ModelManifest before any stage starts (from a Hugging Face directory or a
+GGUF file); the tokenizer, the detokenizer and the worker read it. No stage parses a config of its own.
+"""
+
+from typing import Literal
+
+import msgspec
+
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+WeightFormat = Literal["safetensors", "gguf", "none"]
+
+
+class RopeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rotary position embedding (Su et al. 2021) and its context extensions.
+
+    Fields beyond `theta` are read only by the types named beside them.
+    """
+
+    type: RopeType = "default"
+    theta: float = 10000.0
+    factor: float = 1.0  # linear, dynamic, llama3, yarn: context multiplier
+    original_max_position: int = 0  # dynamic, llama3, yarn: context the model was trained on
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn (Peng et al. 2023)
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn: None = derived from factor (and mscale)
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Shape of a decoder-only transformer, in units of elements."""
+
+    family: str  # key into worker.models: "llama", "mistral", "qwen2", "qwen3"
+    vocab_size: int  # rows of the embedding, which may exceed the tokenizer's ids
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_position_embeddings: int
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over head_dim of q and k before RoPE (Qwen3)
+    windows: tuple[int, ...] = ()  # per layer: 0 = full attention, W = the last W positions; () = all full
+    rope: RopeConfig = RopeConfig()
+    dtype: str = "bfloat16"  # the checkpoint's own: what `--dtype auto` means
+
+    def kv_bytes_per_token(self, element_bytes: int) -> int:
+        """Bytes of K and V that one token adds over all layers."""
+        return self.num_layers * self.num_kv_heads * self.head_dim * 2 * element_bytes
+
+
+class ModelManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model that has been found, fetched and read: all that stages need to know of it."""
+
+    name: str  # what the operator asked for: a path, org/name, "demo"
+    source: str  # the directory or file that was found
+    weight_format: WeightFormat
+    weight_files: tuple[str, ...]  # absolute paths, in load order
+    config: ModelConfig
+    tokenizer_json: str  # absolute path of a `tokenizers` file
+    chat_template: str | None = None  # Jinja source
+    bos_token: str = ""  # for the chat template; "" = none
+    eos_token: str = ""
+    eos_ids: tuple[int, ...] = ()  # every id that ends generation unless ignore_eos

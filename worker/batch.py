@@ -1,0 +1,28 @@
+"""The batch of one step, as the model and the attention backends see it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+I32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """Ragged rows packed along tokens, with paged KV metadata in FlashInfer's terms. Host arrays, int32.
+
+    T tokens, R rows, S sampled rows. Rows come in plan order: decode rows (one token each), then chunks.
+    The K/V of this step's tokens are part of the lengths: a backend writes them before it attends.
+    """
+
+    token_ids: I32Array  # [T]; of decode rows not yet known on the host of a GPU: see `decode_rows`
+    positions: I32Array  # [T] absolute position of each token in its sequence
+    kv_slots: I32Array  # [T] page × page_size + offset, where the token's K/V go
+    qo_indptr: I32Array  # [R+1] tokens of row r are qo_indptr[r]:qo_indptr[r+1]
+    kv_indptr: I32Array  # [R+1] pages of row r are kv_indices[kv_indptr[r]:kv_indptr[r+1]]
+    kv_indices: I32Array  # [kv_indptr[R]] page ids, from position 0 on
+    last_page_len: I32Array  # [R] 1..page_size
+    slots: I32Array  # [R] the row's slot
+    decode_rows: int  # the first rows are decode rows
+    logit_tokens: I32Array  # [S] index along T whose logits are wanted, ascending
