@@ -66,7 +66,7 @@ class RejectCode(IntEnum):
 # --------------------------------------------------------------------------- requests
 
 
-class Sampling(Message, tag="sampling"):
+class Sampling(Message, frozen=True, tag="sampling"):
     """How one token is drawn from its logits. Every field is already validated and resolved.
 
     Filters apply to the distribution after temperature, in the order top_k, top_p, min_p.
@@ -80,7 +80,7 @@ class Sampling(Message, tag="sampling"):
     logprobs: int  # -1 = none, 0 = the chosen token's, k = and the k most likely
 
 
-class RequestParams(Message, tag="params"):
+class RequestParams(Message, frozen=True, tag="params"):
     """What a caller asked of a generation, after the server's checks and defaults."""
 
     sampling: Sampling
@@ -97,19 +97,19 @@ class RequestParams(Message, tag="params"):
     deadline: int  # monotonic ns
 
 
-class Resume(Message, tag="resume"):
+class Resume(Message, frozen=True, tag="resume"):
     """What the caller already has of a request that is submitted again (architecture §6)."""
 
     output_ids: bytes  # i32, delivered output tokens
     characters: int  # delivered characters of text
 
 
-class ChatMessage(Message, tag="chat"):
+class ChatMessage(Message, frozen=True, tag="chat"):
     role: str
     content: str
 
 
-class Submit(Message, tag="submit"):
+class Submit(Message, frozen=True, tag="submit"):
     """Server → tokenizer: one attempt of one request. Exactly one of text, token_ids, chat is set."""
 
     rid: int
@@ -123,7 +123,7 @@ class Submit(Message, tag="submit"):
     resume: Resume | None
 
 
-class TokenizeCall(Message, tag="tokenize"):
+class TokenizeCall(Message, frozen=True, tag="tokenize"):
     """Server → tokenizer: ids of a text or chat, for the Tokenize rpc. One of text, chat is set."""
 
     rid: int
@@ -133,7 +133,7 @@ class TokenizeCall(Message, tag="tokenize"):
     add_special_tokens: bool
 
 
-class DetokenizeCall(Message, tag="detokenize"):
+class DetokenizeCall(Message, frozen=True, tag="detokenize"):
     """Server → detokenizer: text of ids, for the Detokenize rpc."""
 
     rid: int
@@ -141,7 +141,7 @@ class DetokenizeCall(Message, tag="detokenize"):
     skip_special_tokens: bool
 
 
-class TokenizeReply(Message, tag="tokenized"):
+class TokenizeReply(Message, frozen=True, tag="tokenized"):
     """Tokenizer → server."""
 
     rid: int
@@ -149,14 +149,14 @@ class TokenizeReply(Message, tag="tokenized"):
     pieces: tuple[str, ...]  # the tokenizer's own spelling of each id
 
 
-class DetokenizeReply(Message, tag="detokenized"):
+class DetokenizeReply(Message, frozen=True, tag="detokenized"):
     """Detokenizer → server."""
 
     rid: int
     text: str
 
 
-class Accepted(Message, tag="accepted"):
+class Accepted(Message, frozen=True, tag="accepted"):
     """Tokenizer → server: the request is on its way to a scheduler."""
 
     rid: int
@@ -165,7 +165,7 @@ class Accepted(Message, tag="accepted"):
     prompt_tokens: int
 
 
-class Reject(Message, tag="reject"):
+class Reject(Message, frozen=True, tag="reject"):
     """Tokenizer, scheduler or detokenizer → server: the request ends here, unserved."""
 
     rid: int
@@ -176,7 +176,7 @@ class Reject(Message, tag="reject"):
     retry_after_ms: int  # with EXHAUSTED
 
 
-class Opening(Message, tag="opening"):
+class Opening(Message, frozen=True, tag="opening"):
     """What the detokenizer must know of a request.
 
     Written by the tokenizer, carried through the scheduler as opaque bytes, delivered with the
@@ -195,7 +195,7 @@ class Opening(Message, tag="opening"):
     resume: Resume | None
 
 
-class Admit(Message, tag="admit"):
+class Admit(Message, frozen=True, tag="admit"):
     """Tokenizer → scheduler: a request to run. A higher attempt supersedes a lower one."""
 
     rid: int
@@ -215,41 +215,41 @@ class Admit(Message, tag="admit"):
     opening: bytes  # encoded Opening
 
 
-class Abort(Message, tag="abort"):
+class Abort(Message, frozen=True, tag="abort"):
     """Server → scheduler: forget these requests. May overtake its Admit, so a tombstone is kept."""
 
     rids: bytes  # u64
     attempts: bytes  # u32: every attempt up to this one
 
 
-class Census(Message, tag="census"):
+class Census(Message, frozen=True, tag="census"):
     """Server → scheduler, once a second: all requests that this server holds to be in the scheduler."""
 
     rids: bytes  # u64
     attempts: bytes  # u32
 
 
-class CensusReply(Message, tag="census_reply"):
+class CensusReply(Message, frozen=True, tag="census_reply"):
     """Scheduler → server: those of the census that it does not know."""
 
     rids: bytes  # u64
     attempts: bytes  # u32
 
 
-class Flush(Message, tag="flush"):
+class Flush(Message, frozen=True, tag="flush"):
     """Server → scheduler: drop every cached prefix page that no request uses."""
 
     rid: int
 
 
-class FlushReply(Message, tag="flushed"):
+class FlushReply(Message, frozen=True, tag="flushed"):
     """Scheduler → server."""
 
     rid: int
     pages: int  # freed
 
 
-class Emit(Message, tag="emit"):
+class Emit(Message, frozen=True, tag="emit"):
     """Scheduler → detokenizer: what one step gave. Row columns are parallel.
 
     A row with no tokens and a finish ends a request that generated nothing (max_new_tokens = 0).
@@ -271,7 +271,7 @@ class Emit(Message, tag="emit"):
     closed_attempts: bytes  # u32
 
 
-class Timing(Message, tag="timing"):
+class Timing(Message, frozen=True, tag="timing"):
     """Of a request when its first Emit leaves: durations in ns."""
 
     cached_tokens: int  # prompt tokens that the prefix cache spared
@@ -279,7 +279,7 @@ class Timing(Message, tag="timing"):
     prefill: int  # first scheduled → first result
 
 
-class TokenLogprobs(Message, tag="logprobs"):
+class TokenLogprobs(Message, frozen=True, tag="logprobs"):
     """Worker → (opaque to the scheduler) → detokenizer: of the raw distribution, natural log.
 
     One entry per token of the row: the chosen token's, and the k most likely (k may be 0).
@@ -290,7 +290,7 @@ class TokenLogprobs(Message, tag="logprobs"):
     top_logprobs: tuple[tuple[float, ...], ...]
 
 
-class Delta(Message, tag="delta"):
+class Delta(Message, frozen=True, tag="delta"):
     """What one request has new: ids, text and logprobs that belong together."""
 
     rid: int
@@ -309,7 +309,7 @@ class Delta(Message, tag="delta"):
     logprobs: TokenLogprobs | None  # as long as ids
 
 
-class Deltas(Message, tag="deltas"):
+class Deltas(Message, frozen=True, tag="deltas"):
     """Detokenizer → server: one message a step, with the rows of that server."""
 
     rows: tuple[Delta, ...]
@@ -318,7 +318,7 @@ class Deltas(Message, tag="deltas"):
 # --------------------------------------------------------------------------- the step protocol
 
 
-class AdmitRow(Message, tag="row"):
+class AdmitRow(Message, frozen=True, tag="row"):
     """A request enters a slot. It stays until the slot is released."""
 
     slot: int
@@ -331,7 +331,7 @@ class AdmitRow(Message, tag="row"):
     stop_ids: bytes  # i32
 
 
-class StepPlan(Message, tag="plan"):
+class StepPlan(Message, frozen=True, tag="plan"):
     """Scheduler → worker rank 0: one step, as a difference from the one before.
 
     Applied in the order of the fields. Rows run in this order: decode rows, then chunks; results come
@@ -352,7 +352,7 @@ class StepPlan(Message, tag="plan"):
     chunks: bytes  # i32 × 3: slot, count of ids to prefill (from where the slot stands), sample (0/1)
 
 
-class Reset(Message, tag="reset"):
+class Reset(Message, frozen=True, tag="reset"):
     """Scheduler → worker: forget all slots and start a new epoch; the next plan has previous = 0."""
 
     epoch: int
@@ -363,7 +363,7 @@ class RowStatus(IntEnum):
     NOT_FINITE = 1  # the row's logits hold NaN or infinity: the scheduler fails this request alone
 
 
-class StepResult(Message, tag="result"):
+class StepResult(Message, frozen=True, tag="result"):
     """Worker → scheduler: positional in plan order over rows that sampled."""
 
     epoch: int
@@ -376,7 +376,7 @@ class StepResult(Message, tag="result"):
     idle_ns: int  # time the device waited before it for a plan, while rows were running
 
 
-class Desync(Message, tag="desync"):
+class Desync(Message, frozen=True, tag="desync"):
     """Worker → scheduler: a plan did not follow the one before; refused until Reset."""
 
     epoch: int
@@ -388,7 +388,7 @@ class Desync(Message, tag="desync"):
 # --------------------------------------------------------------------------- supervision
 
 
-class WorkerFacts(Message, tag="worker_facts"):
+class WorkerFacts(Message, frozen=True, tag="worker_facts"):
     """What a worker found it can do."""
 
     num_pages: int
@@ -402,20 +402,20 @@ class WorkerFacts(Message, tag="worker_facts"):
     kv_bytes_per_token: int
 
 
-class TokenizerFacts(Message, tag="tokenizer_facts"):
+class TokenizerFacts(Message, frozen=True, tag="tokenizer_facts"):
     vocab_size: int  # ids that the tokenizer knows
     eos_ids: tuple[int, ...]
     has_chat_template: bool
 
 
-class ServerFacts(Message, tag="server_facts"):
+class ServerFacts(Message, frozen=True, tag="server_facts"):
     address: str  # host:port that it serves
 
 
 Facts = WorkerFacts | TokenizerFacts | ServerFacts | None
 
 
-class Ready(Message, tag="ready"):
+class Ready(Message, frozen=True, tag="ready"):
     """Every stage → supervisor, once: it can work."""
 
     pid: int  # its own; with --wrap the supervisor's child is the wrapper
@@ -423,7 +423,7 @@ class Ready(Message, tag="ready"):
     facts: Facts
 
 
-class Progress(Message, tag="progress"):
+class Progress(Message, frozen=True, tag="progress"):
     """A starting stage → supervisor: long work goes on."""
 
     text: str
@@ -431,21 +431,21 @@ class Progress(Message, tag="progress"):
     total: int  # 0 = unknown
 
 
-class Heartbeat(Message, tag="heartbeat"):
+class Heartbeat(Message, frozen=True, tag="heartbeat"):
     """Every stage → supervisor, once a second and when counters matter. The source of all metrics."""
 
     counters: dict[str, float]
 
 
-class Serving(Message, tag="serving"):
+class Serving(Message, frozen=True, tag="serving"):
     """Server → supervisor: its address answers and the ring has passed a token."""
 
 
-class DrainRequest(Message, tag="drain_request"):
+class DrainRequest(Message, frozen=True, tag="drain_request"):
     """Server → supervisor: a caller of Control.Drain asks for it."""
 
 
-class Drained(Message, tag="drained"):
+class Drained(Message, frozen=True, tag="drained"):
     """Server → supervisor: no stream is left."""
 
 
@@ -456,7 +456,7 @@ class StageState(IntEnum):
     DEAD = 3
 
 
-class StageInfo(Message, tag="stage"):
+class StageInfo(Message, frozen=True, tag="stage"):
     kind: StageKind
     index: int
     incarnation: int
@@ -470,7 +470,7 @@ class StageInfo(Message, tag="stage"):
     counters: dict[str, float]
 
 
-class World(Message, tag="world"):
+class World(Message, frozen=True, tag="world"):
     """Supervisor → every stage, at each change and once a second: who lives."""
 
     stages: tuple[StageInfo, ...]
@@ -478,7 +478,7 @@ class World(Message, tag="world"):
     failure: str  # not empty: the instance is ending because of this
 
 
-class Stop(Message, tag="stop"):
+class Stop(Message, frozen=True, tag="stop"):
     """Supervisor → stage: finish at once and exit 0."""
 
 
