@@ -6,9 +6,12 @@ sender's stream, so correctness rests on positions and attempts in the messages 
 
 import fcntl
 import os
+import select
 import struct
 import time
 from collections import deque
+from collections.abc import Collection
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -84,12 +87,15 @@ class Inbox:
         self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
         # accept() filters by the peer's credentials: other users cannot write to us.
         self._socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
-        self._socket.bind("ipc://" + path)
+        try:
+            self._socket.bind("ipc://" + path)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            os.close(self._lock)
+            raise ChannelError(f"inbox {path} cannot be bound: {error}") from error
         self._decoder = msgspec.msgpack.Decoder(INBOXES[address.kind])
         self._incarnation = incarnation
         self._newest: dict[tuple[int, int], int] = {}
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
         self.address = address
         self.dropped_stale = 0
 
@@ -99,38 +105,52 @@ class Inbox:
         return int(self._socket.getsockopt(zmq.FD))
 
     def wait(self, timeout: float) -> bool:
-        """Block until a message is there, at most `timeout` seconds (whole milliseconds)."""
-        return bool(self._poller.poll(int(timeout * 1000)))
+        """Block until a message is there, at most `timeout` seconds (microseconds count)."""
+        end = time.monotonic() + timeout
+        while not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            # Not zmq's poll, which knows whole milliseconds only: steps are planned in tenths of them. The
+            # descriptor also fires for events that are not ours, hence the loop.
+            select.select([self.fd], [], [], left)
+        return True
 
     def drain(self, limit: int = 4096) -> list[Message]:
         """All messages that are there (up to `limit`), control first, otherwise in order.
 
-        Raises ChannelError when a message cannot be decoded: going on would hang its caller.
+        An empty list means that the socket was empty. Raises ChannelError when a message cannot be
+        decoded: going on would hang its caller.
         """
-        messages: list[Message] = []
-        control: list[Message] = []
+        return [message for _, message in self.drain_with_senders(limit)]
+
+    def drain_with_senders(self, limit: int = 4096) -> list[tuple[Address, Message]]:
+        """As `drain`, each message with the stage that sent it."""
+        messages: list[tuple[Address, Message]] = []
+        control: list[tuple[Address, Message]] = []
         try:
             while len(messages) + len(control) < limit:
-                message = self._decode(self._socket.recv(zmq.NOBLOCK))
-                if message is not None:
-                    (control if isinstance(message, World | Stop) else messages).append(message)
+                received = self._decode(self._socket.recv(zmq.NOBLOCK))
+                if received is not None:
+                    (control if isinstance(received[1], World | Stop) else messages).append(received)
         except zmq.Again:
             pass
         return control + messages
 
-    def _decode(self, frame: bytes) -> Message | None:
+    def _decode(self, frame: bytes) -> tuple[Address, Message] | None:
         try:
             kind, index, sender, addressee = _HEADER.unpack_from(frame)
+            address = _address(kind, index)
+            newest = self._newest.get((kind, index), 0)
+            if sender < newest or addressee not in (0, self._incarnation):
+                self.dropped_stale += 1
+                return None
             message: Message = self._decoder.decode(memoryview(frame)[_HEADER.size :])
-        except (struct.error, msgspec.DecodeError) as error:
+        except (struct.error, ValueError, msgspec.DecodeError) as error:
             raise ChannelError(f"{self.address} got a message that it cannot decode: {error}") from error
-        newest = self._newest.get((kind, index), 0)
-        if sender < newest or addressee not in (0, self._incarnation):
-            self.dropped_stale += 1
-            return None
         if sender > newest:
             self._newest[kind, index] = sender
-        return message
+        return address, message
 
     def learn(self, address: Address, incarnation: int) -> None:
         """From now on drop what older incarnations of a stage sent."""
@@ -143,7 +163,10 @@ class Inbox:
 
 
 class Outbox:
-    """The PUSH socket to one inbox. `send` never blocks: what ZeroMQ does not take waits here, in order."""
+    """The PUSH socket to one inbox. `send` never blocks: what ZeroMQ does not take waits here, in order.
+
+    The wait has no bound of its own: all that is in flight is bounded once, at the server.
+    """
 
     def __init__(self, context: Context, run_dir: str, sender: Address, incarnation: int, to: Address) -> None:
         self._socket = context.socket(zmq.PUSH)
@@ -183,12 +206,24 @@ class Outbox:
         """Messages that ZeroMQ did not take yet."""
         return len(self._overflow)
 
-    def close(self, patience: float = 0.5) -> None:
-        """Try for `patience` seconds to hand over the backlog, then close."""
-        end = time.monotonic() + patience
-        while not self.flush() and time.monotonic() < end:
-            time.sleep(0.001)
+    def close(self) -> None:
+        """Close; what ZeroMQ took is still sent within the context's linger time."""
         self._socket.close()
+
+
+def hand_over(outboxes: Collection[Outbox], patience: float) -> int:
+    """Try for `patience` seconds to empty all backlogs before an exit; returns how many messages are left."""
+    end = time.monotonic() + patience
+    while True:
+        left = sum(outbox.backlog for outbox in outboxes if not outbox.flush())
+        if not left or time.monotonic() >= end:
+            return left
+        time.sleep(0.001)
+
+
+@lru_cache(maxsize=1024)
+def _address(kind: int, index: int) -> Address:
+    return Address(StageKind(kind), index)
 
 
 def encode(message: Message) -> bytes:

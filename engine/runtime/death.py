@@ -11,10 +11,12 @@ import fcntl
 import os
 import select
 import signal
+import stat
 import sys
 
 _F_SETSIG = 10
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 
 
 def tie_to_parent(death_fd: int) -> None:
@@ -27,13 +29,20 @@ def tie_to_parent(death_fd: int) -> None:
     try:
         own = os.open(f"/proc/self/fd/{death_fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise SystemExit(f"death pipe {death_fd} is not open: {error}") from error
+        raise SystemExit(f"death pipe {death_fd} is not open (by hand, set death_fd to -1): {error}") from error
+    if not stat.S_ISFIFO(os.fstat(own).st_mode):
+        raise SystemExit(f"descriptor {death_fd} is not the death pipe (by hand, set death_fd to -1)")
     os.close(death_fd)
     fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(own, _F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
     # A second line, for the window before. It would also fire when a wrapper ends, which is right.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ask_for_death_signal()
     hung_up, _, _ = select.select([own], [], [], 0)
     if hung_up:
         sys.exit("the supervisor is gone")
+
+
+def ask_for_death_signal() -> None:
+    """Have the kernel kill this process when the thread that spawned it ends. Survives exec."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

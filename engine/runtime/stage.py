@@ -17,9 +17,11 @@ import time
 from collections.abc import Callable
 from typing import NoReturn, Protocol
 
+import msgspec
+
 from engine.runtime.death import tie_to_parent
 from engine.runtime.logs import setup_logging
-from proto.channel import Address, ChannelError, Context, Inbox, Outbox
+from proto.channel import Address, ChannelError, Context, Inbox, Outbox, hand_over
 from proto.config import Options, StageConfig, load_config, options_of
 from proto.ids import StageKind
 from proto.messages import (
@@ -40,6 +42,7 @@ log = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 1.0
 _IDLE_SECONDS = 0.1
 _RETRY_SECONDS = 0.001  # between attempts to hand over a backlog
+_LAST_WORDS_SECONDS = 0.5  # for handing over the backlog at exit
 SUPERVISOR = Address(StageKind.SUPERVISOR, 0)
 
 
@@ -79,18 +82,26 @@ class Stage:
         """First act of a stage's process. Takes the config's path from argv[1]."""
         if len(sys.argv) != 2:
             raise SystemExit(f"usage: python -P -m {sys.argv[0]} CONFIG.json")
-        config = load_config(sys.argv[1])
+        try:
+            config = load_config(sys.argv[1])
+        except (OSError, msgspec.DecodeError) as error:
+            raise SystemExit(f"{sys.argv[1]} is no stage's configuration: {error}") from error
         if config.kind is not kind:
             raise SystemExit(f"{sys.argv[1]} configures a {config.kind.label}, not a {kind.label}")
         tie_to_parent(config.death_fd)
         set_title(config)
         setup_logging(f"{kind.label}-{config.index}", config.log_level)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ^C is the supervisor's to handle
+        # A terminal's ^C and a service manager's SIGTERM to the whole group are the supervisor's to answer: it
+        # drains first, then sends Stop.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if config.death_fd >= 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             stage = cls(config)
         except ChannelError as error:
             raise SystemExit(str(error)) from error
-        signal.signal(signal.SIGTERM, lambda _signum, _frame: stage.stop())
+        if config.death_fd < 0:
+            signal.signal(signal.SIGTERM, lambda _signum, _frame: stage.stop())
         return stage
 
     @property
@@ -135,8 +146,11 @@ class Stage:
 
     def flush(self) -> bool:
         """Push on what peers did not take yet; True when nothing waits."""
-        left = [outbox for outbox in self._outboxes.values() if not outbox.flush()]
-        return not left
+        empty = True
+        for outbox in self._outboxes.values():
+            if outbox.backlog and not outbox.flush():
+                empty = False
+        return empty
 
     def heartbeat(self, counters: Callable[[], dict[str, float]]) -> None:
         """Send counters when one is due."""
@@ -150,15 +164,8 @@ class Stage:
 
     def run(self, handler: Handler) -> NoReturn:
         """Play until told to stop, then leave the process."""
-        pause: float | None = 0.0
         try:
-            while not self.stopping:
-                self.heartbeat(handler.counters)
-                wait = _IDLE_SECONDS if pause is None else min(pause, _IDLE_SECONDS)
-                self.inbox.wait(wait if self.flush() else min(wait, _RETRY_SECONDS))
-                for message in self.inbox.drain():
-                    self._dispatch(handler, message)
-                pause = handler.step(time.monotonic_ns())
+            self._loop(handler)
         except ChannelError as error:
             log.critical("%s", error)
             self.exit(3)
@@ -166,6 +173,19 @@ class Stage:
             log.critical("this stage dies of a bug", exc_info=True)
             self.exit(4)
         self.exit(0)
+
+    def _loop(self, handler: Handler) -> None:
+        pause: float | None = 0.0
+        while not self.stopping:
+            self.heartbeat(handler.counters)
+            wait = _IDLE_SECONDS if pause is None else min(pause, _IDLE_SECONDS)
+            if not self.flush():
+                wait = min(wait, _RETRY_SECONDS)
+            if wait > 0:
+                self.inbox.wait(wait)
+            for message in self.inbox.drain():
+                self._dispatch(handler, message)
+            pause = handler.step(time.monotonic_ns())
 
     def _dispatch(self, handler: Handler, message: Message) -> None:
         if isinstance(message, Stop):
@@ -177,6 +197,9 @@ class Stage:
 
     def exit(self, code: int) -> NoReturn:
         """Deliver what waits, then end at once: interpreter teardown lost messages in the experiments."""
+        left = hand_over(self._outboxes.values(), _LAST_WORDS_SECONDS)
+        if left:
+            log.warning("%d messages were not taken by their readers", left)
         for outbox in self._outboxes.values():
             outbox.close()
         self.inbox.close()
@@ -185,12 +208,17 @@ class Stage:
         os._exit(code)
 
 
+def title_of(kind: StageKind, index: int) -> str:
+    """Name of a stage's process in ps, top and profilers."""
+    rank = " rank 0" if kind is StageKind.WORKER else ""
+    return f"quintet {kind.label} {index}{rank}"
+
+
 def set_title(config: StageConfig) -> None:
-    """Name the process for ps, top and profilers."""
+    """Give this process its title."""
     from setproctitle import setproctitle
 
-    rank = " rank 0" if config.kind is StageKind.WORKER else ""
-    setproctitle(f"quintet {config.kind.label} {config.index}{rank}")
+    setproctitle(title_of(config.kind, config.index))
 
 
 def is_ready(info: StageInfo | None) -> bool:
