@@ -1,0 +1,73 @@
+"""What the loop asks of a device, real or simulated, and the account of its time."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from proto.messages import Desync, StepPlan, StepResult
+
+
+class DeviceError(ValueError):
+    """The device that was asked for cannot be had. The text names the flag and what is possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """An answer to the scheduler, and the monotonic ns before which it must not leave."""
+
+    message: StepResult | Desync
+    due: int
+
+
+class Device(Protocol):
+    """Runs plans in order. All calls come from one thread."""
+
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    vocab_size: int
+    kv_bytes_per_token: int
+    device: str
+    dtype: str
+    clock: "StepClock"
+
+    def reset(self, epoch: int) -> None:
+        """Forget all slots; the next plan is the first of `epoch`."""
+
+    def launch(self, plan: StepPlan) -> Completion | None:
+        """Start a step; None when the plan is refused in silence."""
+
+
+class StepClock:
+    """When the device is free, and how it spent its time. Monotonic ns; one instance a device."""
+
+    def __init__(self) -> None:
+        self.free_at = 0
+        self.steps = 0
+        self.tokens = 0  # sampled
+        self.busy_ns = 0
+        self.idle_ns = 0  # waiting for a plan while rows were running
+        self.last_ns = 0  # duration of the last step
+
+    def record(self, start: int, end: int, rows_were_running: bool, tokens: int) -> int:
+        """Enter a step. Returns the ns that the device waited for it with rows to run."""
+        idle = max(start - self.free_at, 0) if rows_were_running and self.free_at else 0
+        self.free_at = end
+        self.steps += 1
+        self.tokens += tokens
+        self.busy_ns += end - start
+        self.idle_ns += idle
+        self.last_ns = end - start
+        return idle
+
+    def counters(self) -> dict[str, float]:
+        """For the heartbeat. `wall_s` is the time with work, so a quiet night does not lower `busy_share`."""
+        wall = self.busy_ns + self.idle_ns
+        return {
+            "step": float(self.steps),
+            "tokens": float(self.tokens),
+            "device_busy_s": self.busy_ns / 1e9,
+            "idle_ns": float(self.idle_ns),
+            "wall_s": wall / 1e9,
+            "busy_share": self.busy_ns / wall if wall else 0.0,
+            "step_ms": self.last_ns / 1e6,
+        }

@@ -1,0 +1,69 @@
+"""The worker between its inbox and its device: plans in, one after another; results out by their own thread."""
+
+import sys
+from collections import deque
+
+from engine.runtime.stage import Stage
+from proto.channel import Address
+from proto.config import WorkerOptions
+from proto.ids import StageKind
+from proto.messages import Message, Reset, StepPlan, WorkerFacts, World
+from worker.device import Device
+from worker.output import OutputThread
+
+# A result must not wait 5 ms, the default, for a launching thread that is busy in Python.
+_SWITCH_INTERVAL = 0.0001
+
+
+class WorkerLoop:
+    """Implements `engine.runtime.stage.Handler`."""
+
+    def __init__(self, stage: Stage, device: Device) -> None:
+        sys.setswitchinterval(_SWITCH_INTERVAL)
+        self._stage = stage
+        self._device = device
+        self._plans: deque[StepPlan] = deque()
+        self._output = OutputThread(
+            stage.config.run_dir,
+            stage.address,
+            stage.config.incarnation,
+            Address(StageKind.SCHEDULER, stage.address.index),
+        )
+
+    def on_message(self, message: Message) -> None:
+        match message:
+            case StepPlan():
+                self._plans.append(message)
+            case Reset():
+                self._plans.clear()
+                self._device.reset(message.epoch)
+            case World():
+                scheduler = self._stage.find(StageKind.SCHEDULER, self._stage.address.index)
+                if scheduler is not None:
+                    self._output.aim(scheduler.incarnation)
+
+    def step(self, now: int) -> float | None:
+        if not self._plans:
+            return None
+        completion = self._device.launch(self._plans.popleft())
+        if completion is not None:
+            self._output.put(completion)
+        return 0.0 if self._plans else None
+
+    def counters(self) -> dict[str, float]:
+        return self._device.clock.counters()
+
+
+def facts_of(device: Device, options: WorkerOptions) -> WorkerFacts:
+    """What the worker found it can do, for Ready."""
+    return WorkerFacts(
+        num_pages=device.num_pages,
+        page_size=device.page_size,
+        max_model_len=device.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        vocab_size=device.vocab_size,
+        device=device.device,
+        dtype=device.dtype,
+        kv_bytes_per_token=device.kv_bytes_per_token,
+    )
