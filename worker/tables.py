@@ -39,7 +39,8 @@ class SlotTables:
         self._stop_ids: dict[int, I32Array] = {}
         self._known_ids: dict[int, I32Array] = {}  # of slots with ids to prefill
         self._arange = np.arange(max_slots + 1, dtype=np.int32)
-        self._forget_decode_rows()
+        self._rows = self._start_decode(_NOTHING)  # the decode rows of the last plan
+        self._rows_sampling = self._sampling[:0]
 
     def reset(self) -> None:
         """Free every slot."""
@@ -47,12 +48,8 @@ class SlotTables:
         self._decodable[:] = False
         self._stop_ids.clear()
         self._known_ids.clear()
-        self._forget_decode_rows()
-
-    def _forget_decode_rows(self) -> None:
-        self._decode_slots: I32Array = _NOTHING
-        self._decode_indptr: I32Array = np.zeros(1, np.int32)
-        self._decode_indices: I32Array | None = None  # None: gather anew
+        self._rows = self._start_decode(_NOTHING)
+        self._rows_sampling = self._sampling[:0]
 
     def running_through(self, plan: StepPlan) -> bool:
         """Was a slot in use before the plan that stays in use after its releases?"""
@@ -68,22 +65,20 @@ class SlotTables:
             for row in plan.admits:
                 self._admit(row)
             self._append(plan)
-            if plan.decode_slots is not None:
-                self._set_decode_slots(column(plan.decode_slots))
-            decode = self._decode_rows()
+            decode = self._decode(plan)
             return self._add_chunks(decode, column(plan.chunks)) if plan.chunks else decode
         except PlanError as error:
             raise PlanError(f"plan {plan.step} of epoch {plan.epoch}: {error}") from None
 
     def sampling_rows(self, batch: StepBatch) -> SamplingRows:
-        """Parameters of the batch's sampled rows, in the order of `logit_tokens`."""
-        if len(batch.logit_tokens) == len(batch.slots):
-            slots = batch.slots
+        """Parameters of the sampled rows of the batch that was made last, in the order of `logit_tokens`."""
+        if len(batch.slots) == batch.decode_rows:
+            slots, params = batch.slots, self._rows_sampling
         else:
             rows = np.searchsorted(batch.qo_indptr, batch.logit_tokens, side="right") - 1
             slots = batch.slots[rows]
-        params = self._sampling[slots]
-        positions = batch.positions[batch.logit_tokens] + 1
+            params = self._sampling[slots]
+        positions = batch.positions[batch.logit_tokens] + np.int32(1)
         stops = [(int(row), self._stop_ids[int(slots[row])]) for row in np.flatnonzero(positions < params["min_len"])]
         return SamplingRows(slots, positions, params, stops)
 
@@ -101,6 +96,8 @@ class SlotTables:
             raise PlanError(f"page {bad} is outside the pool 0..{self.num_pages - 1}")
 
     def _release(self, slots: I32Array) -> None:
+        if not len(slots):
+            return
         self._check_slots(slots, "releases")
         self._live[slots] = False
         self._decodable[slots] = False
@@ -151,52 +148,87 @@ class SlotTables:
         self._pages[slots, at] = pages
         np.add.at(self._page_counts, slots, 1)
 
-    def _set_decode_slots(self, slots: I32Array) -> None:
-        self._check_slots(slots, "decodes")
-        if len(np.unique(slots)) != len(slots):
-            raise PlanError("decodes a slot twice")
-        self._decode_slots = slots.copy()  # of a read-only column, which torch would warn of
-        self._decode_indices = None
+    def _decode(self, plan: StepPlan) -> StepBatch:
+        if plan.decode_slots is None:
+            if len(plan.released) or plan.admits:
+                self._check_still_decoding(self._rows.slots)
+            self._rows = self._next_decode(self._rows)
+        else:
+            slots = column(plan.decode_slots).copy()  # of a read-only column, which torch would warn of
+            self._check_slots(slots, "decodes")
+            if len(np.unique(slots)) != len(slots):
+                raise PlanError("decodes a slot twice")
+            self._rows = self._start_decode(slots)
+            self._rows_sampling = self._sampling[slots]
+        self._lengths[self._rows.slots] += 1
+        return self._rows
+
+    def _check_still_decoding(self, slots: I32Array) -> None:
+        if not self._decodable[slots].all():
+            raise PlanError(f"goes on decoding slot {int(slots[~self._decodable[slots]][0])}, which was released")
 
     # ------------------------------------------------------------------ rows
 
-    def _decode_rows(self) -> StepBatch:
-        slots = self._decode_slots
+    def _start_decode(self, slots: I32Array) -> StepBatch:
+        """Decode rows of a new list of slots, at their present lengths."""
         count = len(slots)
         if not self._decodable[slots].all():
             bad = int(slots[~self._decodable[slots]][0])
-            raise PlanError(f"decodes slot {bad}, which was released or has ids left to prefill")
+            raise PlanError(f"decodes slot {bad}, which has ids left to prefill or never sampled")
         positions = self._lengths[slots]
         page_index, offset = np.divmod(positions, self.page_size)
-        if (page_index >= self._page_counts[slots]).any():
-            row = int((page_index >= self._page_counts[slots]).argmax())
-            raise PlanError(
-                f"decodes slot {int(slots[row])} at position {int(positions[row])}, for which it has no page"
-            )
-        pages = self._pages[slots, page_index]
-        self._lengths[slots] = positions + 1
+        pages = self._pages_at(slots, positions, page_index)
         indptr = np.zeros(count + 1, np.int32)
         np.cumsum(page_index + 1, out=indptr[1:])
-        if self._decode_indices is None:
-            self._decode_indices = self._gather_pages(slots, page_index + 1)
-        else:
-            opened = np.flatnonzero(offset == 0)
-            if len(opened):
-                self._decode_indices = np.insert(self._decode_indices, self._decode_indptr[opened + 1], pages[opened])
-        self._decode_indptr = indptr
-        steps = self._arange
         return StepBatch(
             token_ids=np.zeros(count, np.int32),
             positions=positions,
             kv_slots=pages * np.int32(self.page_size) + offset,
-            qo_indptr=steps[: count + 1],
+            qo_indptr=self._arange[: count + 1],
             kv_indptr=indptr,
-            kv_indices=self._decode_indices,
+            kv_indices=self._gather_pages(slots, page_index + 1),
             last_page_len=offset + np.int32(1),
             slots=slots,
             decode_rows=count,
-            logit_tokens=steps[:count],
+            logit_tokens=self._arange[:count],
         )
+
+    def _next_decode(self, before: StepBatch) -> StepBatch:
+        """The same rows one token on. Only rows that enter a page are looked at one by one."""
+        positions = before.positions + np.int32(1)
+        kv_slots = before.kv_slots + np.int32(1)
+        last_page_len = before.last_page_len + np.int32(1)
+        kv_indptr, kv_indices = before.kv_indptr, before.kv_indices
+        entering = np.flatnonzero(last_page_len > self.page_size)
+        if len(entering):
+            slots, at = before.slots[entering], positions[entering]
+            pages = self._pages_at(slots, at, at // self.page_size)
+            kv_slots[entering] = pages * np.int32(self.page_size)
+            last_page_len[entering] = 1
+            kv_indices = np.insert(kv_indices, kv_indptr[entering + 1], pages)
+            entered = np.zeros(len(kv_indptr), np.int32)
+            entered[entering + 1] = 1
+            kv_indptr = kv_indptr + np.cumsum(entered, dtype=np.int32)
+        return StepBatch(
+            token_ids=np.zeros(before.decode_rows, np.int32),
+            positions=positions,
+            kv_slots=kv_slots,
+            qo_indptr=before.qo_indptr,
+            kv_indptr=kv_indptr,
+            kv_indices=kv_indices,
+            last_page_len=last_page_len,
+            slots=before.slots,
+            decode_rows=before.decode_rows,
+            logit_tokens=before.logit_tokens,
+        )
+
+    def _pages_at(self, slots: I32Array, positions: I32Array, page_index: I32Array) -> I32Array:
+        """The page that holds each slot's position."""
+        missing = page_index >= self._page_counts[slots]
+        if missing.any():
+            row = int(missing.argmax())
+            raise PlanError(f"decodes slot {int(slots[row])} at position {int(positions[row])}, which has no page")
+        return self._pages[slots, page_index]
 
     def _gather_pages(self, slots: I32Array, counts: npt.NDArray[np.int32]) -> I32Array:
         if not len(slots):

@@ -1,0 +1,316 @@
+"""Slot tables against a model that keeps one plain list for each row."""
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proto.messages import AdmitRow, Sampling, StepPlan
+from worker.batch import StepBatch
+from worker.tables import PlanError, SlotTables
+
+PAGE = 4
+SLOTS = 6
+POOL = 64
+MAX_LEN = 40
+VOCAB = 50
+GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, logprobs=-1)
+
+
+def i32(*values: int) -> bytes:
+    return np.array(values, np.int32).tobytes()
+
+
+def make_tables() -> SlotTables:
+    return SlotTables(max_slots=SLOTS, num_pages=POOL, page_size=PAGE, max_model_len=MAX_LEN, vocab_size=VOCAB)
+
+
+def make_plan(
+    *,
+    step: int = 1,
+    released: bytes = b"",
+    admits: tuple[AdmitRow, ...] = (),
+    append_slots: bytes = b"",
+    append_pages: bytes = b"",
+    append_groups: bytes = b"",
+    decode_slots: bytes | None = None,
+    chunks: bytes = b"",
+) -> StepPlan:
+    return StepPlan(
+        epoch=1,
+        step=step,
+        previous=step - 1,
+        released=released,
+        admits=admits,
+        append_slots=append_slots,
+        append_pages=append_pages,
+        append_groups=append_groups,
+        decode_slots=decode_slots,
+        chunks=chunks,
+    )
+
+
+def make_admit(
+    slot: int, ids: list[int], pages: list[int], start: int = 0, min_len: int = 0, stops: tuple[int, ...] = ()
+) -> AdmitRow:
+    return AdmitRow(
+        slot=slot,
+        ids=i32(*ids),
+        start=start,
+        prompt_len=len(ids),
+        pages=i32(*pages),
+        sampling=GREEDY,
+        min_len=min_len,
+        stop_ids=i32(*stops),
+    )
+
+
+@dataclass
+class Row:
+    """One request of the naive model."""
+
+    ids: list[int]
+    length: int
+    pages: list[int]
+    sampled: bool = False
+    min_len: int = 0
+
+
+@dataclass
+class Naive:
+    """Makes random valid plans and says what their batch must be."""
+
+    rng: random.Random
+    rows: dict[int, Row] = field(default_factory=dict)
+    decoding: list[int] = field(default_factory=list)
+    step: int = 0
+
+    def plan(self) -> tuple[StepPlan, list[tuple[int, list[int], list[int], bool]]]:
+        """The plan, and its rows as (slot, token ids, positions, samples)."""
+        rng = self.rng
+        self.step += 1
+        released = [slot for slot in list(self.rows) if rng.random() < 0.1]
+        for slot in released:
+            del self.rows[slot]
+        admits = self._admits()
+        appends: list[tuple[int, int]] = []
+        decode = [s for s in self.rows if self.rows[s].sampled and self.rows[s].length < MAX_LEN]
+        if rng.random() < 0.3:
+            rng.shuffle(decode)
+            decode = decode[: rng.randint(0, len(decode))]
+        elif set(decode) == set(self.decoding):
+            decode = self.decoding
+        same = decode == self.decoding and rng.random() < 0.9
+        self.decoding = decode
+        expected: list[tuple[int, list[int], list[int], bool]] = []
+        for slot in decode:
+            row = self.rows[slot]
+            self._grow(slot, row.length + 1, appends)
+            expected.append((slot, [0], [row.length], True))
+            row.length += 1
+        chunks = self._chunks(expected, appends)
+        rng.shuffle(appends)  # between slots; each slot's own pages must stay in order
+        appends.sort(key=lambda pair: self.rows[pair[0]].pages.index(pair[1]))
+        plan = make_plan(
+            step=self.step,
+            released=i32(*released),
+            admits=admits,
+            append_slots=i32(*(slot for slot, _ in appends)),
+            append_pages=i32(*(page for _, page in appends)),
+            decode_slots=None if same else i32(*decode),
+            chunks=i32(*chunks),
+        )
+        return plan, expected
+
+    def _admits(self) -> tuple[AdmitRow, ...]:
+        admits = []
+        for slot in range(SLOTS):
+            if slot not in self.rows and self.rng.random() < 0.4:
+                ids = [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(1, MAX_LEN - 8))]
+                start = self.rng.randrange(len(ids)) // PAGE * PAGE
+                pages = self._draw_pages(start // PAGE + self.rng.randint(0, 1), [])
+                min_len = len(ids) + self.rng.randint(0, 3)
+                self.rows[slot] = Row(ids, start, pages, min_len=min_len)
+                admits.append(make_admit(slot, ids, pages, start, min_len))
+        return tuple(admits)
+
+    def _draw_pages(self, count: int, used: list[int]) -> list[int]:
+        return self.rng.sample([page for page in range(POOL) if page not in used], count)
+
+    def _grow(self, slot: int, length: int, appends: list[tuple[int, int]]) -> None:
+        row = self.rows[slot]
+        missing = -(-length // PAGE) - len(row.pages)
+        pages = self._draw_pages(max(missing, 0), row.pages)
+        row.pages += pages
+        appends += [(slot, page) for page in pages]
+
+    def _chunks(
+        self, expected: list[tuple[int, list[int], list[int], bool]], appends: list[tuple[int, int]]
+    ) -> list[int]:
+        chunks: list[int] = []
+        for slot, row in self.rows.items():
+            if row.length < len(row.ids) and self.rng.random() < 0.7:
+                count = self.rng.randint(1, len(row.ids) - row.length)
+                end = row.length + count
+                sample = end == len(row.ids)
+                self._grow(slot, end, appends)
+                expected.append((slot, row.ids[row.length : end], list(range(row.length, end)), sample))
+                chunks += [slot, count, int(sample)]
+                row.length, row.sampled = end, sample
+        return chunks
+
+
+def check(batch: StepBatch, expected: list[tuple[int, list[int], list[int], bool]], rows: dict[int, Row]) -> None:
+    assert batch.slots.tolist() == [slot for slot, *_ in expected]
+    assert batch.token_ids.tolist() == [i for _, ids, _, _ in expected for i in ids]
+    assert batch.positions.tolist() == [p for _, _, positions, _ in expected for p in positions]
+    wanted = []
+    total = 0
+    for r, (slot, ids, positions, sample) in enumerate(expected):
+        pages = rows[slot].pages
+        tokens = slice(int(batch.qo_indptr[r]), int(batch.qo_indptr[r + 1]))
+        assert (tokens.start, tokens.stop) == (total, total + len(ids))
+        total += len(ids)
+        assert batch.kv_slots[tokens].tolist() == [pages[p // PAGE] * PAGE + p % PAGE for p in positions]
+        used = positions[-1] // PAGE + 1
+        assert batch.kv_indices[batch.kv_indptr[r] : batch.kv_indptr[r + 1]].tolist() == pages[:used]
+        assert batch.last_page_len[r] == positions[-1] % PAGE + 1
+        if sample:
+            wanted.append(total - 1)
+    assert batch.logit_tokens.tolist() == wanted
+    assert len(batch.kv_indices) == batch.kv_indptr[-1]
+    for array in (batch.token_ids, batch.positions, batch.kv_slots, batch.qo_indptr, batch.kv_indptr):
+        assert array.dtype == np.int32
+        assert array.flags.c_contiguous
+
+
+@given(seed=st.integers(0, 2**32), steps=st.integers(1, 60))
+@settings(max_examples=60, deadline=None)
+def test_batches_equal_those_of_a_naive_model(seed: int, steps: int) -> None:
+    naive, tables = Naive(random.Random(seed)), make_tables()
+    for _ in range(steps):
+        plan, expected = naive.plan()
+        batch = tables.apply(plan)
+        check(batch, expected, naive.rows)
+        assert batch.decode_rows == len(naive.decoding)
+        rows = tables.sampling_rows(batch)
+        sampled = [(slot, positions[-1] + 1) for slot, _, positions, sample in expected if sample]
+        assert list(zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)) == sampled
+        early = [r for r, (slot, position) in enumerate(sampled) if position < naive.rows[slot].min_len]
+        assert [row for row, _ in rows.masked] == early
+
+
+def test_steady_decode_crosses_pages_without_a_new_row_order() -> None:
+    """The same rows for 20 steps: the batch that is carried on equals one that is built anew."""
+    carried, anew = make_tables(), make_tables()
+    start = make_plan(
+        admits=(make_admit(0, [1, 2, 3], [5]), make_admit(3, [1] * 6, [7, 8])), chunks=i32(0, 3, 1, 3, 6, 1)
+    )
+    carried.apply(start)
+    anew.apply(start)
+    lengths, pages, fresh = {0: 3, 3: 6}, {0: 1, 3: 2}, 10
+    for step in range(2, 22):
+        slots, new = [], []
+        for slot in (3, 0):
+            if lengths[slot] == pages[slot] * PAGE:
+                slots.append(slot)
+                new.append(fresh)
+                fresh += 1
+                pages[slot] += 1
+            lengths[slot] += 1
+        order = i32(3, 0)
+        plans = [
+            make_plan(step=step, append_slots=i32(*slots), append_pages=i32(*new), decode_slots=decode_slots)
+            for decode_slots in (order if step == 2 else None, order)
+        ]
+        one, other = carried.apply(plans[0]), anew.apply(plans[1])
+        for name in StepBatch.__dataclass_fields__:
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+
+
+def test_a_released_slot_and_page_serve_again_in_the_same_plan() -> None:
+    tables = make_tables()
+    tables.apply(make_plan(admits=(make_admit(2, [1, 2], [9]),), chunks=i32(2, 2, 1)))
+    batch = tables.apply(
+        make_plan(step=2, released=i32(2), admits=(make_admit(2, [4, 5, 6], [9]),), chunks=i32(2, 3, 1))
+    )
+    assert batch.token_ids.tolist() == [4, 5, 6]
+    assert batch.positions.tolist() == [0, 1, 2]
+    assert batch.kv_indices.tolist() == [9]
+
+
+READY = make_plan(admits=(make_admit(0, [1, 2], [3]), make_admit(1, [1] * 6, [4, 5])), chunks=i32(0, 2, 1, 1, 4, 0))
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (make_plan(step=2, released=i32(4)), "plan 2 of epoch 1: releases slot 4, which holds no request"),
+        (make_plan(step=2, released=i32(-1)), "releases slot -1"),
+        (make_plan(step=2, admits=(make_admit(0, [1], [6]),)), "admits to slot 0, which is in use"),
+        (make_plan(step=2, admits=(make_admit(SLOTS, [1], [6]),)), "admits to slot 6; slots are 0..5"),
+        (make_plan(step=2, admits=(make_admit(2, [1, VOCAB], [6]),)), "token id outside 0..49"),
+        (make_plan(step=2, admits=(make_admit(2, [1], [POOL]),)), "page 64 is outside the pool 0..63"),
+        (make_plan(step=2, admits=(make_admit(2, [1, 1], [6], start=2),)), "2 of 2 ids cached"),
+        (make_plan(step=2, admits=(make_admit(2, [1] * 6, [6], start=5),)), "5 ids cached in 1 pages"),
+        (make_plan(step=2, append_slots=i32(2), append_pages=i32(6)), "appends a page to slot 2"),
+        (make_plan(step=2, append_slots=i32(0), append_pages=i32(6, 7)), "appends 2 pages to 1 slots"),
+        (make_plan(step=2, append_slots=i32(0), append_pages=i32(-2)), "page -2 is outside"),
+        (make_plan(step=2, append_slots=i32(0), append_pages=i32(6), append_groups=b"\1"), "cache group other than 0"),
+        (make_plan(step=2, append_slots=i32(*[0] * 12), append_pages=i32(*range(12))), "more than 11 pages to slot 0"),
+        (make_plan(step=2, decode_slots=i32(1)), "decodes slot 1, which has ids left to prefill"),
+        (make_plan(step=2, decode_slots=i32(5)), "decodes slot 5, which holds no request"),
+        (make_plan(step=2, decode_slots=i32(0, 0)), "decodes a slot twice"),
+        (make_plan(step=2, chunks=i32(0, 1, 1)), "prefills slot 0, which holds no ids to prefill"),
+        (make_plan(step=2, chunks=i32(1, 3, 1)), "prefills 3 ids of slot 1 from position 4; it has 6 ids"),
+        (make_plan(step=2, chunks=i32(1, 0, 0)), "prefills 0 ids of slot 1"),
+        (make_plan(step=2, chunks=i32(1, 1, 1)), "samples slot 1 at position 5 before the end of its 6 ids"),
+    ],
+)
+def test_a_plan_that_contradicts_its_past_is_refused(plan: StepPlan, text: str) -> None:
+    tables = make_tables()
+    tables.apply(READY)
+    with pytest.raises(PlanError, match=text):
+        tables.apply(plan)
+
+
+def test_decoding_beyond_the_pages_or_a_released_slot_is_refused() -> None:
+    tables = make_tables()
+    tables.apply(READY)
+    for step in (2, 3):
+        tables.apply(make_plan(step=step, decode_slots=i32(0)))
+    with pytest.raises(PlanError, match="decodes slot 0 at position 4, which has no page"):
+        tables.apply(make_plan(step=4))
+    tables = make_tables()
+    tables.apply(READY)
+    tables.apply(make_plan(step=2, decode_slots=i32(0)))
+    with pytest.raises(PlanError, match="goes on decoding slot 0, which was released"):
+        tables.apply(make_plan(step=3, released=i32(0)))
+
+
+def test_a_prompt_that_ends_unsampled_cannot_be_decoded() -> None:
+    tables = make_tables()
+    tables.apply(READY)
+    tables.apply(make_plan(step=2, chunks=i32(1, 2, 0)))
+    with pytest.raises(PlanError, match="never sampled"):
+        tables.apply(make_plan(step=3, decode_slots=i32(1)))
+
+
+def test_stop_ids_outside_the_vocabulary_are_not_masked() -> None:
+    """K23: as an index, -1 would mean the last id."""
+    tables = make_tables()
+    stops = (-1, VOCAB, VOCAB + 10**6, 2**31 - 1, 7)
+    batch = tables.apply(make_plan(admits=(make_admit(0, [1], [1], min_len=3, stops=stops),), chunks=i32(0, 1, 1)))
+    [(row, ids)] = tables.sampling_rows(batch).masked
+    assert (row, ids.tolist()) == (0, [7])
+
+
+def test_running_through_tells_a_wait_from_a_rest() -> None:
+    tables = make_tables()
+    assert not tables.running_through(READY)
+    tables.apply(READY)
+    assert tables.running_through(make_plan(step=2, released=i32(0)))
+    assert not tables.running_through(make_plan(step=2, released=i32(0, 1)))
