@@ -31,20 +31,34 @@ def fetch_from_hub(name: str, progress: Progress, *, weights_needed: bool) -> Pa
     from huggingface_hub import constants
 
     progress(f"fetching {name} from {constants.ENDPOINT}", 0, 0)
+    revision, refusal = _newest_revision(name)
     try:
         found = huggingface_hub.snapshot_download(
             name,
+            revision=revision,
+            local_files_only=revision is None,
             allow_patterns=_TEXT_FILES + (_WEIGHT_FILES if weights_needed else []),
             etag_timeout=_CONNECT_SECONDS,
             tqdm_class=_progress_bar(name, progress),
         )
     except Exception as error:  # the library lets its HTTP client's and the system's errors through
-        offline = " (HF_HUB_OFFLINE is set: only its cache was searched)" if constants.HF_HUB_OFFLINE else ""
+        reason = refusal or error
         raise ModelError(
-            f"cannot get model {name}: no such file or directory here, and fetching it from {constants.ENDPOINT} "
-            f"failed{offline}: {type(error).__name__}: {_first_lines(error)}"
+            f"cannot get model {name}: no such file or directory here, it is not whole in the hub's cache "
+            f"{constants.HF_HUB_CACHE}, and fetching it from {constants.ENDPOINT} failed: "
+            f"{type(reason).__name__}: {_first_lines(reason)}"
         ) from error
     return Path(str(found))
+
+
+def _newest_revision(name: str) -> tuple[str | None, Exception | None]:
+    """Ask the hub, with a deadline that its download functions lack. (None, why) when it cannot tell."""
+    import huggingface_hub
+
+    try:
+        return huggingface_hub.HfApi().model_info(name, timeout=_CONNECT_SECONDS).sha, None
+    except Exception as error:  # see above; HF_HUB_OFFLINE ends here too
+        return None, error
 
 
 def _first_lines(error: Exception) -> str:
