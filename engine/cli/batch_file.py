@@ -1,23 +1,22 @@
 """Files of requests and of results, one JSON object a line: `quintet batch`."""
 
+import errno
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
-from quintet_client.v1 import inference_pb2 as pb
+from quintet_client import ChatMessage, GenerateOptions, Prompt
+from quintet_client.requests import generate_request
 
 RecordId = str | int
 
-_WORK_CLASSES = {
-    "chat": pb.WORK_CLASS_CHAT,
-    "agent": pb.WORK_CLASS_AGENT,
-    "batch": pb.WORK_CLASS_BATCH,
-}
+_DEFAULT_ID = re.compile(r"line-\d+")
 _FIRST_BYTES = b'{"id":'  # of each line that we write
 
 
@@ -31,7 +30,7 @@ class Turn(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Line(msgspec.Struct, forbid_unknown_fields=True):
-    """One request. Exactly one of prompt, token_ids and messages; the rest as in inference.proto."""
+    """One request: exactly one of prompt, token_ids and messages, and fields named as in inference.proto."""
 
     id: RecordId | None = None
     prompt: str | None = None
@@ -45,8 +44,8 @@ class Line(msgspec.Struct, forbid_unknown_fields=True):
     seed: int | None = None
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
-    stop: str | list[str] = []
-    stop_token_ids: list[int] = []
+    stop_strings: list[str] | None = None
+    stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     logprobs: int | None = None
@@ -55,37 +54,37 @@ class Line(msgspec.Struct, forbid_unknown_fields=True):
     priority: int | None = None
     cache_salt: str | None = None
 
-    def request(self) -> pb.GenerateRequest:
-        """The same as a protobuf. Raises ValueError when a value does not fit its field."""
-        if sum(prompt is not None for prompt in (self.prompt, self.token_ids, self.messages)) != 1:
-            raise ValueError("exactly one of prompt, token_ids and messages is needed")
-        request = pb.GenerateRequest(work_class=_WORK_CLASSES[self.work_class])
+    def job(self, line: int, record_id: RecordId) -> "Job":
+        """What to ask of a server. Raises ValueError when a value does not fit its field."""
+        prompts: list[Prompt] = []
         if self.prompt is not None:
-            request.text = self.prompt
-        elif self.token_ids is not None:
-            request.token_ids.SetInParent()
-            request.token_ids.ids.extend(self.token_ids)
-        else:
-            request.chat.SetInParent()
-            for turn in self.messages or []:
-                request.chat.messages.add(role=turn.role, content=turn.content)
-        self._set_all(request, ("model", "logprobs", "skip_special_tokens", "priority", "cache_salt"))
-        self._set_all(request.sampling, ("temperature", "top_k", "top_p", "min_p", "seed"))
-        self._set_all(
-            request.stopping, ("max_new_tokens", "min_new_tokens", "include_stop_str_in_output", "ignore_eos")
-        )
-        request.stopping.stop_strings.extend([self.stop] if isinstance(self.stop, str) else self.stop)
-        request.stopping.stop_token_ids.extend(self.stop_token_ids)
-        return request
+            prompts.append(self.prompt)
+        if self.token_ids is not None:
+            prompts.append(self.token_ids)
+        if self.messages is not None:
+            prompts.append([ChatMessage(role=turn.role, content=turn.content) for turn in self.messages])
+        if len(prompts) != 1:
+            raise ValueError(f"exactly one of prompt, token_ids and messages is needed, not {len(prompts)}")
+        given = {name: value for name in _OPTION_NAMES if (value := getattr(self, name)) is not None}
+        options = cast(GenerateOptions, given)
+        _check_fit(prompts[0], options)
+        return Job(line, record_id, prompts[0], options)
 
-    def _set_all(self, message: Any, fields: tuple[str, ...]) -> None:
-        for field in fields:
-            value = getattr(self, field)
-            if value is not None:
-                try:
-                    setattr(message, field, value)
-                except ValueError as error:
-                    raise ValueError(f"{field}: {error}") from error
+
+def _check_fit(prompt: Prompt, options: GenerateOptions) -> None:
+    """Raises ValueError, with the field's name, for what no message can hold."""
+    try:
+        generate_request(prompt, options)
+    except ValueError as error:
+        for name, value in options.items():
+            try:
+                generate_request("", cast(GenerateOptions, {name: value}))
+            except ValueError as cause:
+                raise ValueError(f"{name}: {cause}") from error
+        raise ValueError(f"prompt: {error}") from error
+
+
+_OPTION_NAMES = tuple(name for name in Line.__struct_fields__ if name in GenerateOptions.__annotations__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,8 @@ class Job:
 
     line: int  # from 1
     id: RecordId
-    request: pb.GenerateRequest
+    prompt: Prompt
+    options: GenerateOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +118,13 @@ def read_jobs(path: Path) -> Iterator[Job | BadLine]:
             try:
                 given = decode_id(text).id
                 if given is not None:
+                    if _DEFAULT_ID.fullmatch(str(given)) and given != record_id:
+                        raise ValueError(f"id {given!r} is kept for a line without an id")
                     earlier = lines_of.setdefault(given, number)
                     if earlier != number:
                         raise ValueError(f"id {given!r} is that of line {earlier} already")
                     record_id = given
-                job = Job(number, record_id, decode_line(text).request())
+                job = decode_line(text).job(number, record_id)
             except (msgspec.DecodeError, ValueError) as error:
                 yield BadLine(number, record_id, str(error))
             else:
@@ -130,7 +132,9 @@ def read_jobs(path: Path) -> Iterator[Job | BadLine]:
 
 
 def count_lines(path: Path) -> int:
-    """Lines of the input that are not blank."""
+    """Lines of the input that are not blank. Raises OSError when it is not there or not a file."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file, which batch reads more than once", str(path))
     with path.open("rb") as file:
         return sum(1 for text in file if text.strip())
 
@@ -146,8 +150,11 @@ class Output:
 
         Raises OutputError when another run holds it, or when it is not a file of ours.
         """
+        if path.exists() and not path.is_file():
+            raise OutputError(f"{path} is not a regular file, so no run could go on from it")
         self._path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._size = 0  # bytes of whole lines
         self.done: set[RecordId] = set()
         self.failed = 0  # records of errors
         try:
@@ -162,28 +169,35 @@ class Output:
 
     def _take_stock(self) -> None:
         decoder = msgspec.json.Decoder(_Stub)
-        whole = 0
         with self._path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     if not (line.startswith(_FIRST_BYTES) or _FIRST_BYTES.startswith(line)):
                         raise OutputError(f"{self._path} ends in a line that is no result of ours; name another file")
-                    os.ftruncate(self._fd, whole)
+                    os.ftruncate(self._fd, self._size)
                     break
                 try:
                     stub = decoder.decode(line)
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     raise OutputError(f"{self._path} line {number} is no result of ours: {error}") from error
+                if stub.text is None and stub.error is None:
+                    raise OutputError(f"{self._path} line {number} is no result of ours: neither text nor error")
                 self.done.add(stub.id)
                 self.failed += stub.error is not None
-                whole += len(line)
+                self._size += len(line)
 
     def append(self, records: list[dict[str, Any]]) -> None:
         """Write records, each a dictionary whose first key is "id", and wait until the disk has them."""
-        data = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
-        while data:
-            data = data[os.write(self._fd, data) :]
-        os.fsync(self._fd)
+        data = memoryview(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._fd, data[written:])
+            os.fsync(self._fd)
+        except OSError:
+            os.ftruncate(self._fd, self._size)  # no half line in the middle of the file
+            raise
+        self._size += written
         for record in records:
             self.done.add(record["id"])
             self.failed += "error" in record
@@ -202,4 +216,5 @@ class _Stub(msgspec.Struct):
     """Of a record, what tells that it is there."""
 
     id: RecordId
-    error: msgspec.Raw | None = None
+    text: str | None = None
+    error: dict[str, str] | None = None

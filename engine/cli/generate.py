@@ -1,0 +1,115 @@
+"""`quintet generate`: one prompt, the answer streamed to the terminal."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from contextlib import closing
+from typing import Any
+
+from engine.cli.asking import add_request_arguments, conversation, options_of
+from engine.cli.printing import TokenClock, complain, describe_error, finish_record, stats_lines
+from engine.cli.target import add_target_arguments, open_target
+from engine.instance import InstanceError
+from quintet_client import Client, GenerateOptions, Prompt, QuintetError
+from quintet_client.v1 import inference_pb2 as pb
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser(
+        "generate",
+        help="answer one prompt, streamed to the terminal",
+        description="Answer one prompt, streamed to the terminal. ^C ends the request and the command.",
+    )
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="text; left out or -: read from standard input")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--chat", action="store_true", help="a user's turn of a chat (default where the model can)")
+    kind.add_argument("--raw", action="store_true", help="plain text to continue")
+    parser.add_argument("--system", metavar="TEXT", help="system message of the chat")
+    parser.add_argument("--stats", action="store_true", help="afterwards TTFT, ITL, tokens a second, on stderr")
+    parser.add_argument("--json", action="store_true", help="one JSON object at the end instead of the stream")
+    add_request_arguments(parser)
+    add_target_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code: 0 answered, 1 failed, 130 interrupted."""
+    if args.raw and args.system is not None:
+        complain("--system is for a chat, not for --raw text")
+        return 2
+    text = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
+    address = args.address
+    try:
+        with open_target(args) as address, Client(address, timeout=args.timeout) as client:
+            prompt = _prompt(client, args, text)
+            return _answer(client, prompt, options_of(args), args)
+    except QuintetError as error:
+        complain(describe_error(error, address))
+        return 1
+    except InstanceError as error:
+        complain(str(error))
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ValueError as error:  # a number that no message can hold
+        complain(str(error))
+        return 1
+    except BrokenPipeError:
+        # Whoever read our output left; the interpreter would complain again when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _prompt(client: Client, args: argparse.Namespace, text: str) -> Prompt:
+    wants_chat = args.chat or args.system is not None
+    if wants_chat or (not args.raw and client.get_model_info().has_chat_template):
+        return conversation(args.system, text)
+    return text
+
+
+def _answer(client: Client, prompt: Prompt, options: GenerateOptions, args: argparse.Namespace) -> int:
+    clock = TokenClock(time.monotonic())
+    answer = pb.GenerateResponse()
+    output = answer.outputs.add()
+    last = pb.GenerateChunk()
+    with closing(client.generate_stream(prompt, **options)) as chunks:
+        for chunk in chunks:
+            clock.take(len(chunk.token_ids), time.monotonic())
+            if chunk.HasField("prompt"):
+                answer.prompt.CopyFrom(chunk.prompt)
+            output.text += chunk.text
+            output.token_ids.extend(chunk.token_ids)
+            last = chunk
+            if not args.json:
+                sys.stdout.write(chunk.text)
+                sys.stdout.flush()
+    if args.json:
+        sys.stdout.write(json.dumps(_record(answer, last, clock), ensure_ascii=False) + "\n")
+    elif not output.text.endswith("\n"):
+        sys.stdout.write("\n")
+    sys.stdout.flush()
+    if args.stats and not args.json:
+        sys.stderr.write("\n" + "\n".join(stats_lines(clock, last)) + "\n")
+    return 0
+
+
+def _record(answer: pb.GenerateResponse, last: pb.GenerateChunk, clock: TokenClock) -> dict[str, Any]:
+    output, timings = answer.outputs[0], last.timings
+    return {
+        "request_id": answer.prompt.request_id,
+        "model": answer.prompt.model,
+        "seed": answer.prompt.seed,
+        "text": output.text,
+        "token_ids": list(output.token_ids),
+        "finish": finish_record(last.finish),
+        "prompt_tokens": last.usage.prompt_tokens,
+        "cached_tokens": last.usage.cached_tokens,
+        "completion_tokens": last.usage.completion_tokens,
+        "queue_ms": timings.queue_ms,
+        "prefill_ms": timings.prefill_ms,
+        "decode_ms": timings.decode_ms,
+        **clock.numbers(),
+    }
