@@ -66,9 +66,9 @@ class Context:
         socket.setsockopt(zmq.LINGER, _LINGER_MS)
         return socket
 
-    def close(self) -> None:
-        """Send what is queued for at most the linger time, then close everything."""
-        self._zmq.destroy(linger=_LINGER_MS)
+    def close(self, linger: int = _LINGER_MS) -> None:
+        """Send what is queued for at most `linger` milliseconds, then close everything."""
+        self._zmq.destroy(linger=linger)
 
 
 class Inbox:

@@ -1,0 +1,498 @@
+"""What becomes of an instance: decisions only. No process, socket, clock or terminal is touched here.
+
+Events go in (a stage was started, spoke, ended, was looked at; somebody asks for a stop; time passes), actions
+come out, in order. `engine.supervisor` brings the events and carries out the actions.
+"""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from engine.runtime.stage import SUPERVISOR, title_of
+from proto.channel import Address
+from proto.ids import StageKind
+from proto.messages import (
+    SCHEMA_HASH,
+    Drained,
+    DrainRequest,
+    Facts,
+    Heartbeat,
+    Message,
+    Progress,
+    Ready,
+    Serving,
+    StageInfo,
+    StageState,
+    Stop,
+    World,
+)
+
+_WORLD_SECONDS = 1.0
+# Streams must have ended with UNAVAILABLE within 2 s of a death, and everything within 5 s.
+_FAREWELL_SECONDS = 1.5  # for servers to end their streams
+_FAILED_STOP_SECONDS = 1.0
+_STOP_SECONDS = 5.0
+_WRAPPED_STOP_SECONDS = 60.0  # a profiler writes its report when its stage has ended
+_KILL_SECONDS = 2.0
+# Time beyond this between two ticks is our own sleep (a suspended machine, a stopped supervisor): nobody
+# else had a chance to speak during it.
+_LONGEST_TICK = 2.0
+# Keeping connections alive costs a hung process some CPU; work costs more than this share of a core.
+_FLAT_CPU_SHARE = 0.005
+
+
+class Phase(Enum):
+    STARTING = auto()
+    SERVING = auto()
+    DRAINING = auto()  # a stop was asked for: streams may finish
+    FAILING = auto()  # a stage is lost: servers tell their callers
+    STOPPING = auto()  # every stage was told to end
+    KILLING = auto()  # those that did not are being killed
+    ENDED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds."""
+
+    startup: float  # for which a starting stage may be silent
+    stall: float  # for which a ready stage may be silent without using CPU
+    drain: float
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """What /proc says of one process."""
+
+    state: str  # one letter: R S D T t Z X …
+    cpu_seconds: float
+    rss_bytes: int
+
+
+@dataclass(slots=True)
+class Stage:
+    """One stage as the supervisor knows it. Only Lifecycle writes it."""
+
+    address: Address
+    wrapped: bool
+    incarnation: int = 0
+    child_pid: int = 0  # of the process that we started: the wrapper's, if there is one
+    pid: int = 0  # of the stage itself; the child's until Ready tells
+    state: StageState = StageState.STARTING
+    exited: bool = True  # there is no child: not started yet, or reaped
+    facts: Facts = None
+    counters: dict[str, float] = field(default_factory=dict)
+    rss_bytes: int = 0
+    cpu_seconds: float = 0.0
+    restarts: int = 0
+    serving: bool = False
+    drained: bool = False
+    heard: float = 0.0  # when it last spoke, in the lifecycle's own time: a hang begins then
+    cpu_when_heard: float = 0.0
+
+    @property
+    def title(self) -> str:
+        return title_of(self.address.kind, self.address.index)
+
+    @property
+    def lives(self) -> bool:
+        return self.state is not StageState.DEAD
+
+    def info(self) -> StageInfo:
+        return StageInfo(
+            kind=self.address.kind,
+            index=self.address.index,
+            incarnation=self.incarnation,
+            pid=self.pid,
+            title=self.title,
+            state=self.state,
+            facts=self.facts,
+            rss_bytes=self.rss_bytes,
+            cpu_seconds=self.cpu_seconds,
+            restarts=self.restarts,
+            counters=self.counters,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start this stage's process."""
+
+    address: Address
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send a message to a stage."""
+
+    address: Address
+    message: World | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """SIGKILL to a stage's process group, and to its own pid should that be elsewhere."""
+
+    address: Address
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Tell the operator."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """The instance serves: publish its address."""
+
+
+Action = Start | Tell | Kill | Say | Announce
+
+
+class Lifecycle:
+    """The state of an instance. Every event returns the actions that it calls for."""
+
+    def __init__(self, stages: Sequence[tuple[Address, bool]], limits: Limits, incarnation: int, pid: int) -> None:
+        """`stages` are addresses with whether a wrapper stands in front; `incarnation` and `pid` are our own."""
+        self.stages = {address: Stage(address, wrapped) for address, wrapped in stages}
+        self.phase = Phase.STARTING
+        self.failure = ""
+        self._limits = limits
+        self._incarnation = incarnation
+        self._last_incarnation = incarnation
+        self._supervisor = Stage(SUPERVISOR, wrapped=False, incarnation=incarnation, pid=pid, state=StageState.READY)
+        self._time = 0.0  # seconds that we were awake
+        self._last_tick: float | None = None
+        self._next_world = 0.0
+        self._deadline = 0.0  # of the phase, where it has one
+        self._killed: set[Address] = set()
+        self._actions: list[Action] = []
+
+    @property
+    def exit_code(self) -> int | None:
+        """0 after a stop that was asked for, 1 after a failure; None while the instance lives."""
+        if self.phase is not Phase.ENDED:
+            return None
+        return 1 if self.failure else 0
+
+    def world(self) -> World:
+        """Snapshot for the stages."""
+        stages = (self._supervisor, *self.stages.values())
+        return World(tuple(stage.info() for stage in stages), self._draining, self.failure)
+
+    # ------------------------------------------------------------------ events
+
+    def begin(self, now: float) -> list[Action]:
+        """Start every stage. `now` is in seconds of any monotonic clock, here and below."""
+        self._last_tick = now
+        self._extend_startup()
+        for stage in self.stages.values():
+            self._start(stage)
+        return self._take_actions()
+
+    def on_spawned(self, address: Address, pid: int) -> list[Action]:
+        stage = self.stages[address]
+        stage.child_pid = stage.pid = pid
+        stage.exited = False
+        return self._take_actions()
+
+    def on_message(self, address: Address, message: Message) -> list[Action]:
+        """A stage spoke."""
+        stage = self.stages.get(address)
+        if stage is None or not stage.lives:
+            return []
+        stage.heard, stage.cpu_when_heard = self._time, stage.cpu_seconds
+        match message:
+            case Ready():
+                self._on_ready(stage, message)
+            case Progress():
+                self._extend_startup()
+                self._do(Say(f"{stage.title}: {_describe_progress(message)}"))
+            case Heartbeat():
+                stage.counters = message.counters
+            case Serving():
+                self._on_serving(stage)
+            case Drained():
+                stage.drained = True
+                self._after_drained()
+            case DrainRequest():
+                self._ask_to_stop("a caller asks for a drain")
+        return self._take_actions()
+
+    def on_unreadable(self, error: str) -> list[Action]:
+        """A stage sent what this process cannot decode."""
+        self._fail(f"a stage speaks another dialect: {error}\nThe code changed on disk: start the instance again.")
+        return self._take_actions()
+
+    def on_exit(self, address: Address, status: int | None, last_lines: Sequence[str]) -> list[Action]:
+        """The child was reaped. `status` is its exit code, or minus its signal; None = cannot be known."""
+        stage = self.stages[address]
+        stage.exited = True
+        self._on_loss(stage, _describe_end(status), _advice(status, stage.address.kind), last_lines)
+        return self._take_actions()
+
+    def on_vitals(self, address: Address, vitals: Vitals | None, last_lines: Sequence[str]) -> list[Action]:
+        """The stage's own process was looked at; None = it is gone, though its child (a wrapper) may not be."""
+        stage = self.stages[address]
+        if not stage.lives:
+            return []
+        if vitals is None or vitals.state in "ZX":
+            if stage.wrapped and not stage.exited:
+                self._on_loss(stage, "ended under its wrapper", _advice(None, address.kind), last_lines)
+            return self._take_actions()
+        stage.rss_bytes, stage.cpu_seconds = vitals.rss_bytes, vitals.cpu_seconds
+        if vitals.state == "T":  # not "t": a debugger or profiler holds it and will let go
+            advice = "Somebody sent it SIGSTOP or a terminal's ^Z; nothing that it held up could go on."
+            self._on_loss(stage, "was stopped by a signal", advice, last_lines, StageState.STOPPED)
+        return self._take_actions()
+
+    def on_supervisor_vitals(self, vitals: Vitals) -> None:
+        """Of our own process, for the table of processes."""
+        self._supervisor.rss_bytes, self._supervisor.cpu_seconds = vitals.rss_bytes, vitals.cpu_seconds
+
+    def on_terminate(self, reason: str) -> list[Action]:
+        """SIGTERM or its like: finish the streams, then end. Asking again changes nothing."""
+        self._ask_to_stop(reason)
+        return self._take_actions()
+
+    def on_interrupt(self) -> list[Action]:
+        """SIGINT: as SIGTERM; the second one ends now, the third one at once."""
+        match self.phase:
+            case Phase.DRAINING:
+                self._stop("stopping now")
+            case Phase.STOPPING:
+                self._kill()
+            case _:
+                self._ask_to_stop("interrupted")
+        return self._take_actions()
+
+    def on_startup_error(self, reason: str) -> list[Action]:
+        """A stage could not even be started."""
+        self._fail(reason)
+        return self._take_actions()
+
+    def tick(self, now: float) -> list[Action]:
+        """Time passes: several times a second."""
+        if self._last_tick is not None:
+            self._time += min(now - self._last_tick, _LONGEST_TICK)
+        self._last_tick = now
+        match self.phase:
+            case Phase.STARTING:
+                self._look_at_startup()
+            case Phase.DRAINING if self._time >= self._deadline:
+                self._stop(f"streams were left after --drain-timeout {self._limits.drain:g} s")
+            case Phase.FAILING if self._time >= self._deadline:
+                self._stop()
+            case Phase.STOPPING if self._time >= self._stop_deadline():
+                self._kill()
+            case Phase.KILLING if self._time >= self._deadline:
+                stuck = ", ".join(stage.title for stage in self.stages.values() if not stage.exited)
+                self._do(Say(f"left behind, the kernel does not let them go: {stuck}"))
+                self.phase = Phase.ENDED
+            case _:
+                pass
+        if self.phase in (Phase.STARTING, Phase.SERVING, Phase.DRAINING):
+            self._look_for_hangs()
+        if self._time >= self._next_world:
+            self._tell_world(to_starting=False)
+        return self._take_actions()
+
+    # ------------------------------------------------------------------ starting
+
+    def _start(self, stage: Stage) -> None:
+        self._last_incarnation += 1
+        stage.incarnation = self._last_incarnation
+        stage.heard = self._time
+        self._do(Start(stage.address, stage.incarnation))
+
+    def _on_ready(self, stage: Stage, ready: Ready) -> None:
+        if ready.schema != SCHEMA_HASH:
+            self._fail(
+                f"{stage.title} speaks schema {ready.schema}, the supervisor {SCHEMA_HASH}.\n"
+                "The code changed on disk: start the instance again."
+            )
+            return
+        stage.pid = ready.pid
+        stage.facts = ready.facts
+        stage.state = StageState.READY
+        self._extend_startup()
+        self._do(Say(f"{stage.title} is ready"))
+        self._tell_world()
+
+    def _on_serving(self, stage: Stage) -> None:
+        stage.serving = True
+        if self.phase is Phase.STARTING and all(server.serving for server in self._servers()):
+            self.phase = Phase.SERVING
+            self._do(Announce())
+
+    def _extend_startup(self) -> None:
+        if self.phase is Phase.STARTING:
+            self._deadline = self._time + self._limits.startup
+
+    def _look_at_startup(self) -> None:
+        if self._time < self._deadline:
+            return
+        late = [stage.title for stage in self.stages.values() if stage.state is StageState.STARTING]
+        what = f"not ready: {', '.join(late)}" if late else "no token has passed the ring"
+        self._fail(
+            f"start-up made no progress for --startup-timeout {self._limits.startup:g} s ({what}).\n"
+            "  Raise the limit if the machine is slow; --log-level debug shows what the stages do."
+        )
+
+    def _look_for_hangs(self) -> None:
+        for stage in self.stages.values():
+            silence = self._time - stage.heard
+            used = stage.cpu_seconds - stage.cpu_when_heard
+            if stage.state is not StageState.READY or silence < self._limits.stall or used > _FLAT_CPU_SHARE * silence:
+                continue
+            how = f"hangs: no heartbeat and no CPU time for --stall-timeout {self._limits.stall:g} s"
+            self._on_loss(stage, how, "Please report it, with the log above.", (), StageState.STOPPED)
+
+    # ------------------------------------------------------------------ ending
+
+    def _on_loss(
+        self,
+        stage: Stage,
+        how: str,
+        advice: str,
+        last_lines: Sequence[str],
+        state: StageState = StageState.DEAD,
+    ) -> None:
+        """A stage died, stopped or hangs. The place where, with replay, it will be started again."""
+        already_lost = not stage.lives
+        stage.state = state
+        match self.phase:
+            case Phase.STARTING | Phase.SERVING | Phase.DRAINING if not already_lost:
+                when = " while starting" if self.phase is Phase.STARTING else ""
+                words = "".join(f"\n    {line}" for line in last_lines)
+                self._fail(
+                    f"{stage.title} (pid {stage.pid}) {how}{when}."
+                    + (f"\n  Its last lines:{words}" if words else "")
+                    + f"\n  {advice}"
+                )
+            case Phase.FAILING:
+                self._after_drained()
+            case Phase.STOPPING | Phase.KILLING if all(other.exited for other in self.stages.values()):
+                self.phase = Phase.ENDED
+            case Phase.STOPPING if state is StageState.STOPPED:
+                self._kill_one(stage)
+            case _:
+                pass
+
+    def _fail(self, reason: str) -> None:
+        if self.failure or self.phase in (Phase.STOPPING, Phase.KILLING, Phase.ENDED):
+            return
+        had_streams = self.phase is not Phase.STARTING
+        self.failure = reason
+        self._do(Say(f"error: {reason}"))
+        if had_streams:
+            self.phase = Phase.FAILING
+            self._deadline = self._time + _FAREWELL_SECONDS
+            self._tell_world()
+            self._after_drained()
+        else:
+            self._stop()
+
+    def _ask_to_stop(self, reason: str) -> None:
+        if self.phase is Phase.STARTING:
+            self._stop(f"stopping: {reason}")
+        elif self.phase is Phase.SERVING:
+            self.phase = Phase.DRAINING
+            self._deadline = self._time + self._limits.drain
+            self._do(Say(f"draining: {reason}"))
+            self._tell_world()
+
+    def _after_drained(self) -> None:
+        if self.phase not in (Phase.DRAINING, Phase.FAILING):
+            return
+        if all(server.drained or server.state is not StageState.READY for server in self._servers()):
+            self._stop()
+
+    def _stop(self, text: str = "") -> None:
+        if text:
+            self._do(Say(text))
+        self.phase = Phase.STOPPING
+        self._deadline = self._time + (_FAILED_STOP_SECONDS if self.failure else _STOP_SECONDS)
+        for stage in self.stages.values():
+            if stage.state is StageState.STOPPED:
+                self._kill_one(stage)
+            elif not stage.exited:
+                self._do(Tell(stage.address, Stop()))
+        if all(stage.exited for stage in self.stages.values()):
+            self.phase = Phase.ENDED
+
+    def _stop_deadline(self) -> float:
+        waits_for_report = not self.failure and any(s.wrapped and not s.exited for s in self.stages.values())
+        return self._deadline + (_WRAPPED_STOP_SECONDS if waits_for_report else 0.0)
+
+    def _kill(self) -> None:
+        self.phase = Phase.KILLING
+        self._deadline = self._time + _KILL_SECONDS
+        late = [stage for stage in self.stages.values() if not stage.exited]
+        if late and not self.failure:
+            self._do(Say(f"killing what did not stop: {', '.join(stage.title for stage in late)}"))
+        for stage in late:
+            self._kill_one(stage)
+
+    def _kill_one(self, stage: Stage) -> None:
+        if stage.address not in self._killed:
+            self._killed.add(stage.address)
+            self._do(Kill(stage.address))
+
+    # ------------------------------------------------------------------ helpers
+
+    @property
+    def _draining(self) -> bool:
+        return self.phase not in (Phase.STARTING, Phase.SERVING)
+
+    def _servers(self) -> list[Stage]:
+        return [stage for address, stage in self.stages.items() if address.kind is StageKind.SERVER]
+
+    def _tell_world(self, to_starting: bool = True) -> None:
+        """Starting stages may not read for minutes, so they get changes only."""
+        self._next_world = self._time + _WORLD_SECONDS
+        world = self.world()
+        for stage in self.stages.values():
+            if stage.state is StageState.READY or (to_starting and stage.state is StageState.STARTING):
+                self._do(Tell(stage.address, world))
+
+    def _do(self, action: Action) -> None:
+        self._actions.append(action)
+
+    def _take_actions(self) -> list[Action]:
+        actions, self._actions = self._actions, []
+        return actions
+
+
+def _describe_progress(progress: Progress) -> str:
+    if progress.total:
+        return f"{progress.text} {100 * progress.done // progress.total}%"
+    return progress.text
+
+
+def _describe_end(status: int | None) -> str:
+    if status is None:
+        return "ended"
+    if status < 0:
+        return f"was killed by {_signal_name(-status)}"
+    return f"ended with exit code {status}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _advice(status: int | None, kind: StageKind) -> str:
+    if status == -signal.SIGKILL:
+        flags = "--num-pages or --kv-cache-memory-bytes" if kind is StageKind.WORKER else "--max-in-flight-bytes"
+        return f"If nobody sent it, the kernel ran out of memory (see dmesg): lower {flags}."
+    if status is not None and status < 0:
+        return "It crashed in native code: please report it, with the lines above."
+    return "Its log above says why; --log-level debug shows more."

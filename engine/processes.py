@@ -1,0 +1,124 @@
+"""Processes of the stages: start one with its ties, read what it writes, look at it in /proc, end it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections import deque
+from collections.abc import Sequence
+
+from engine.lifecycle import Vitals
+from engine.runtime.death import ask_for_death_signal
+
+_KEPT_LINES = 40
+_READ_BYTES = 1 << 16
+_LONGEST_LINE = 4096
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class DeathPipe:
+    """A pipe that nobody writes to: its end tells the stages that the supervisor is gone."""
+
+    def __init__(self) -> None:
+        self.read_fd, self._write_fd = os.pipe()
+
+    def close(self) -> None:
+        """Kill every stage that is tied to the pipe."""
+        os.close(self.read_fd)
+        os.close(self._write_fd)
+
+
+class Process:
+    """One child, in a session of its own, with stdout and stderr captured in one pipe."""
+
+    def __init__(self, command: Sequence[str], death_fd: int) -> None:
+        """Raises OSError when the command cannot be started."""
+        parent = os.getpid()
+
+        def tie() -> None:
+            # For the time before the stage ties itself, and for a wrapper, which never does.
+            ask_for_death_signal()
+            if os.getppid() != parent:
+                os._exit(1)
+
+        self.output_fd, write_fd = os.pipe()
+        try:
+            self._popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=write_fd,
+                stderr=write_fd,
+                start_new_session=True,
+                pass_fds=[death_fd],
+                preexec_fn=tie,  # safe: this process has one Python thread
+            )
+        except OSError:
+            os.close(self.output_fd)
+            raise
+        finally:
+            os.close(write_fd)
+        os.set_blocking(self.output_fd, False)
+        self.pid = self._popen.pid
+        self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._partial = b""
+
+    def reap(self) -> bool:
+        """True once the child has ended; `status` is then known."""
+        return self._popen.poll() is not None
+
+    @property
+    def status(self) -> int | None:
+        """Exit code, or minus the signal that killed it."""
+        return self._popen.returncode
+
+    def read_lines(self) -> list[str] | None:
+        """Whole lines that the child wrote since the last call; None at the end of its output."""
+        try:
+            data = os.read(self.output_fd, _READ_BYTES)
+        except BlockingIOError:
+            return []
+        if not data:
+            return None
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        if len(self._partial) > _LONGEST_LINE:
+            lines.append(self._partial)
+            self._partial = b""
+        return self._keep(lines)
+
+    def rest(self) -> list[str]:
+        """What is left in the pipe after the child's end, an unfinished last line too."""
+        lines = []
+        while more := self.read_lines():
+            lines += more
+        last, self._partial = self._partial, b""
+        return lines + self._keep([last] if last else [])
+
+    def _keep(self, lines: Sequence[bytes]) -> list[str]:
+        texts = [line.decode(errors="replace") for line in lines]
+        self.last_lines.extend(texts)
+        return texts
+
+    def kill(self, stage_pid: int) -> None:
+        """SIGKILL to the whole group, and to the stage should its wrapper have moved it elsewhere."""
+        if self._popen.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            if stage_pid != self.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(stage_pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        os.close(self.output_fd)
+
+
+def look_at(pid: int) -> Vitals | None:
+    """What /proc/PID/stat says (proc_pid_stat(5)); None when the process is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name in parentheses may hold anything; fields after it are counted from "state".
+            fields = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    ticks = int(fields[11]) + int(fields[12])
+    return Vitals(fields[0].decode(), ticks / _TICKS, int(fields[21]) * _PAGE)

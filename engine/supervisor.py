@@ -1,0 +1,253 @@
+"""The root process of an instance: brings events to the Lifecycle and carries out what it decides."""
+
+import json
+import os
+import selectors
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+from setproctitle import setproctitle
+
+from engine.config import MODULES, ServeConfig, Surroundings, command_line, stage_config
+from engine.console import Console
+from engine.lifecycle import Action, Announce, Kill, Lifecycle, Limits, Say, Start, Tell
+from engine.port import Port, PortError
+from engine.preparation import PreparationError, prepare_model
+from engine.processes import DeathPipe, Process, look_at
+from engine.rundir import RunDir, RunDirError
+from engine.runtime.stage import SUPERVISOR
+from engine.signals import Signals
+from proto.channel import Address, ChannelError, Context, Inbox, Outbox
+from proto.ids import StageKind
+from proto.model import ModelManifest
+
+_INCARNATION = 1
+_TICK_SECONDS = 0.2
+_BACKLOG_SECONDS = 0.01
+_USAGE_ERROR = 2
+
+
+def serve(config: ServeConfig, modules: Mapping[StageKind, str] = MODULES) -> int:
+    """Run an instance until it ends; returns the exit code. `modules` are what the stages run."""
+    setproctitle("quintet supervisor")
+    console = Console()
+    signals = Signals()
+    if config.ready_file:
+        Path(config.ready_file).unlink(missing_ok=True)
+    try:
+        port = Port(config.host, config.port)
+        run_dir = RunDir(config.run_dir)
+    except (PortError, RunDirError) as error:
+        console.forward(f"quintet serve: error: {error}")
+        return _USAGE_ERROR
+    pipe = DeathPipe()
+    try:
+        manifest = prepare_model(
+            config.model,
+            Path(run_dir.path) / "model.json",
+            needs_weights=config.needs_weights,
+            death_fd=pipe.read_fd,
+            console=console,
+            cancelled=signals.ask_to_end,
+        )
+        if manifest is None:
+            return 0
+        return Supervisor(config, modules, manifest, port, run_dir.path, pipe, console, signals).run()
+    except PreparationError as error:
+        console.forward(f"quintet serve: error: {error}")
+        return _USAGE_ERROR
+    finally:
+        # Whatever escaped the supervisor's own killing ends here.
+        pipe.close()
+        run_dir.remove()
+        port.close()
+
+
+class Supervisor:
+    """Sockets, processes and signals of a running instance."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        modules: Mapping[StageKind, str],
+        manifest: ModelManifest,
+        port: Port,
+        run_dir: str,
+        pipe: DeathPipe,
+        console: Console,
+        signals: Signals,
+    ) -> None:
+        self._config = config
+        self._modules = modules
+        self._port = port
+        self._pipe = pipe
+        self._console = console
+        self._signals = signals
+        self._around = Surroundings(manifest, port.number, run_dir, pipe.read_fd, _INCARNATION)
+        self._context = Context()
+        self._inbox = Inbox(self._context, run_dir, SUPERVISOR, _INCARNATION)
+        self._outboxes: dict[Address, Outbox] = {}
+        self._processes: dict[Address, Process] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._inbox.fd, selectors.EVENT_READ, self._on_inbox)
+        self._selector.register(signals, selectors.EVENT_READ, self._on_signals)
+        if config.parent_fd >= 0:
+            self._selector.register(config.parent_fd, selectors.EVENT_READ, self._on_parent_end)
+        self._next_look = 0.0
+        self._lifecycle = Lifecycle(
+            [(address, address.kind in config.wrap) for address in config.addresses],
+            Limits(config.startup_timeout, config.stall_timeout, config.drain_timeout),
+            _INCARNATION,
+            os.getpid(),
+        )
+
+    def run(self) -> int:
+        """Play until the lifecycle ends; returns the exit code."""
+        try:
+            self._perform(self._lifecycle.begin(time.monotonic()))
+            while (code := self._lifecycle.exit_code) is None:
+                self._turn()
+            return code
+        finally:
+            self._close()
+
+    def _turn(self) -> None:
+        backlog = [outbox for outbox in self._outboxes.values() if not outbox.flush()]
+        for key, _ in self._selector.select(_BACKLOG_SECONDS if backlog else _TICK_SECONDS):
+            key.data()
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _TICK_SECONDS
+            self._look_at_stages()
+        self._perform(self._lifecycle.tick(time.monotonic()))
+
+    # ------------------------------------------------------------------ events
+
+    def _on_inbox(self) -> None:
+        # Edge-triggered: until it is empty.
+        try:
+            while received := self._inbox.drain_with_senders():
+                for sender, message in received:
+                    self._perform(self._lifecycle.on_message(sender, message))
+        except ChannelError as error:
+            self._perform(self._lifecycle.on_unreadable(str(error)))
+
+    def _on_signals(self) -> None:
+        for number in self._signals.take():
+            if number == signal.SIGCHLD:
+                self._look_at_stages()
+            elif number == signal.SIGINT:
+                self._perform(self._lifecycle.on_interrupt())
+            else:
+                self._perform(self._lifecycle.on_terminate(signal.Signals(number).name))
+
+    def _on_parent_end(self) -> None:
+        self._selector.unregister(self._config.parent_fd)
+        self._perform(self._lifecycle.on_terminate("whoever started this instance is gone"))
+        self._perform(self._lifecycle.on_interrupt())
+
+    def _on_output(self, process: Process) -> None:
+        lines = process.read_lines()
+        if lines is None:
+            self._selector.unregister(process.output_fd)
+        for line in lines or ():
+            self._console.forward(line)
+
+    def _look_at_stages(self) -> None:
+        """Who ended, who is stopped, what everybody uses."""
+        for address, process in list(self._processes.items()):
+            if process.reap():
+                self._on_end(address, process)
+        for address, process in self._processes.items():
+            vitals = look_at(self._lifecycle.stages[address].pid)
+            self._perform(self._lifecycle.on_vitals(address, vitals, process.last_lines))
+        own = look_at(os.getpid())
+        if own:
+            self._lifecycle.on_supervisor_vitals(own)
+
+    def _on_end(self, address: Address, process: Process) -> None:
+        del self._processes[address]
+        for line in process.rest():
+            self._console.forward(line)
+        if process.output_fd in self._selector.get_map():
+            self._selector.unregister(process.output_fd)
+        process.close()
+        self._perform(self._lifecycle.on_exit(address, process.status, process.last_lines))
+
+    # ------------------------------------------------------------------ actions
+
+    def _perform(self, actions: Iterable[Action]) -> None:
+        queue = deque(actions)
+        while queue:
+            match queue.popleft():
+                case Start(address, incarnation):
+                    queue.extend(self._start(address, incarnation))
+                case Tell(address, message):
+                    self._outboxes[address].send(message)
+                case Kill(address):
+                    self._processes[address].kill(self._lifecycle.stages[address].pid)
+                case Say(text):
+                    self._console.say(text)
+                case Announce():
+                    self._announce()
+
+    def _start(self, address: Address, incarnation: int) -> list[Action]:
+        if self._lifecycle.failure:
+            return []
+        document = stage_config(self._config, self._around, address, incarnation)
+        path = Path(self._around.run_dir) / f"{address}.json"
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(document)))
+        command = command_line(self._config, sys.executable, self._modules[address.kind], address.kind, str(path))
+        if address not in self._outboxes:
+            self._outboxes[address] = Outbox(self._context, self._around.run_dir, SUPERVISOR, _INCARNATION, address)
+        self._outboxes[address].address_incarnation(incarnation)
+        try:
+            process = Process(command, self._pipe.read_fd)
+        except OSError as error:
+            return self._lifecycle.on_startup_error(f"{command[0]!r} cannot be started: {error.strerror}")
+        self._processes[address] = process
+        self._selector.register(process.output_fd, selectors.EVENT_READ, lambda: self._on_output(process))
+        return self._lifecycle.on_spawned(address, process.pid)
+
+    def _announce(self) -> None:
+        if self._config.ready_file:
+            _write_atomically(Path(self._config.ready_file), json.dumps(self._facts(), indent=2) + "\n")
+        line = f"quintet serves {self._config.names[0]} on {self._port.address}\n"
+        sys.stdout.write(line)
+        sys.stdout.flush()
+
+    def _facts(self) -> dict[str, object]:
+        stages = self._lifecycle.stages.values()
+        return {
+            "address": self._port.address,
+            "host": self._port.host,
+            "port": self._port.number,
+            "pid": os.getpid(),
+            "run_dir": self._around.run_dir,
+            "stages": [
+                {"kind": stage.address.kind.label, "index": stage.address.index, "pid": stage.pid, "title": stage.title}
+                for stage in stages
+            ],
+        }
+
+    def _close(self) -> None:
+        for address, process in self._processes.items():
+            process.kill(self._lifecycle.stages[address].pid)
+            process.close()
+        self._selector.close()
+        for outbox in self._outboxes.values():
+            outbox.close()
+        self._inbox.close()
+        self._context.close(linger=0)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """A reader sees all of it or nothing."""
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(text)
+    draft.replace(path)
