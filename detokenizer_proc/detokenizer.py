@@ -14,7 +14,6 @@ from detokenizer_proc.vocabulary import Vocabulary
 from proto.channel import decode_as
 from proto.ids import server_of
 from proto.messages import (
-    U8,
     U32,
     U64,
     Delta,
@@ -80,8 +79,8 @@ class Detokenizer:
         """Decode one step; returns a message for each server that has rows in it, by server index."""
         rids: list[int] = column(emit.rids, U64).tolist()
         attempts: list[int] = column(emit.attempts, U32).tolist()
-        for row, opening, timing in emit.openings:
-            self._open(opening, emit.indexes[row] if emit.indexes else 0, timing)
+        for place, opening, timing in emit.openings:
+            self._open(opening, emit.indexes[place] if emit.indexes else 0, timing)
         deltas: dict[int, list[Delta]] = {}
         for place, row in enumerate(_rows(emit, len(rids))):
             rid = rids[place]

@@ -32,8 +32,8 @@ class DetokenizerLoop:
             for server, deltas in self._detokenizer.on_emit(message).items():
                 self._stage.outbox(Address(StageKind.SERVER, server)).send(deltas)
         elif isinstance(message, DetokenizeCall):
-            server = Address(StageKind.SERVER, server_of(message.rid))
-            self._stage.outbox(server).send(self._detokenizer.on_call(message))
+            caller = Address(StageKind.SERVER, server_of(message.rid))
+            self._stage.outbox(caller).send(self._detokenizer.on_call(message))
         self._busy += time.monotonic() - begin
 
     def step(self, now: int) -> float | None:

@@ -1,0 +1,100 @@
+"""The tokenizer's surroundings: inbox, outboxes, counters, and a thread for long texts."""
+
+import ctypes
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from engine.runtime.stage import Stage
+from proto.config import TokenizerOptions
+from proto.ids import StageKind
+from proto.messages import Message, Submit, TokenizeCall, WorkerFacts
+from tokenizer_proc.encoding import Ids
+from tokenizer_proc.requests import Job, Letter, RequestTokenizer
+
+# Texts beyond take tens of milliseconds. They go to a thread (the library works without the GIL), one after the
+# other, so that nobody waits for a stranger's book.
+_LONG_CHARACTERS = 32 << 10
+_POLL_SECONDS = 0.002
+_LIBC = ctypes.CDLL(None)
+
+
+class TokenizerLoop:
+    """Handler of a tokenizer process (`engine.runtime.stage.Handler`)."""
+
+    def __init__(self, stage: Stage) -> None:
+        assert isinstance(stage.options, TokenizerOptions)
+        self._stage = stage
+        self._tokenizer = RequestTokenizer(stage.options.manifest, stage.options.template_timeout)
+        self._waiting: list[Submit | TokenizeCall] = []
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-texts")
+        self._long: list[tuple[Job, Future[list[Ids]]]] = []
+        self._requests = 0
+        self._prompt_tokens = 0
+        self._busy = 0.0  # seconds of the main thread's work since the last heartbeat
+        self._counted_from = time.monotonic()
+        # Reading the file took several times what is left of it.
+        _LIBC.malloc_trim(0)
+        stage.ready(self._tokenizer.facts)
+
+    def on_message(self, message: Message) -> None:
+        if isinstance(message, Submit | TokenizeCall):
+            self._waiting.append(message)
+
+    def step(self, now: int) -> float | None:
+        """Encode all that came in one batch; look after the long ones."""
+        begin = time.monotonic()
+        if self._waiting:
+            self._take_all(now)
+        if self._long:
+            self._collect()
+        self._busy += time.monotonic() - begin
+        return _POLL_SECONDS if self._long else None
+
+    def counters(self) -> dict[str, float]:
+        now = time.monotonic()
+        share = self._busy / max(now - self._counted_from, 1e-9)
+        self._busy, self._counted_from = 0.0, now
+        return {
+            "requests": float(self._requests),
+            "prompt_tokens": float(self._prompt_tokens),
+            "long_texts": float(len(self._long)),
+            "busy_share": share,
+        }
+
+    def _take_all(self, now: int) -> None:
+        requests, self._waiting = self._waiting, []
+        self._requests += len(requests)
+        short: list[Job] = []
+        for request in requests:
+            job = self._tokenizer.prepare(request, now)
+            if not isinstance(job, Job):
+                self._send([job])
+            elif job.characters > _LONG_CHARACTERS:
+                self._long.append((job, self._thread.submit(self._tokenizer.encode, [job])))
+            else:
+                short.append(job)
+        for job, ids in zip(short, self._tokenizer.encode(short), strict=True):
+            self._answer(job, ids)
+
+    def _collect(self) -> None:
+        done = [(job, future) for job, future in self._long if future.done()]
+        if not done:
+            return
+        self._long = [(job, future) for job, future in self._long if not future.done()]
+        for job, future in done:
+            self._answer(job, future.result()[0])
+        # An encoding in the library takes about a hundred bytes a character, which libc would keep.
+        _LIBC.malloc_trim(0)
+
+    def _answer(self, job: Job, ids: Ids) -> None:
+        self._prompt_tokens += len(ids)
+        self._send(self._tokenizer.answer(job, ids, self._worker()))
+
+    def _worker(self) -> WorkerFacts | None:
+        info = self._stage.find(StageKind.WORKER)
+        return info.facts if info is not None and isinstance(info.facts, WorkerFacts) else None
+
+    def _send(self, letters: Sequence[Letter]) -> None:
+        for to, message in letters:
+            self._stage.outbox(to).send(message)
