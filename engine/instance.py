@@ -9,10 +9,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Self, TypedDict
 
 _LOOK_SECONDS = 0.02
 _KEPT_LINES = 60
@@ -22,8 +21,7 @@ class InstanceError(RuntimeError):
     """The instance did not come up, or did not stop; the text ends with its last lines."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageProcess:
+class StageProcess(TypedDict):
     """One stage's process, as the ready-file lists it."""
 
     kind: str
@@ -43,7 +41,7 @@ class Instance:
         self._reader = reader
         self.address = ""
         self.run_dir = ""
-        self.stages: tuple[StageProcess, ...] = ()
+        self.stages: list[StageProcess] = []
 
     @classmethod
     def start(cls, args: Sequence[str], timeout: float = 600.0, echo: IO[str] | None = None) -> "Instance":
@@ -92,14 +90,16 @@ class Instance:
         while not ready_file.exists():
             if self._process.poll() is not None:
                 self._reader.join(1.0)
-                raise InstanceError(f"the instance ended with exit code {self._process.returncode}:\n{self.log}")
+                raise InstanceError(
+                    f"the instance ended with exit code {self._process.returncode}:\n{self.stderr_tail}"
+                )
             if time.monotonic() > end:
-                raise InstanceError(f"the instance does not serve after {timeout:g} s:\n{self.log}")
+                raise InstanceError(f"the instance does not serve after {timeout:g} s:\n{self.stderr_tail}")
             time.sleep(_LOOK_SECONDS)
         facts = json.loads(ready_file.read_text())
         self.address = facts["address"]
         self.run_dir = facts["run_dir"]
-        self.stages = tuple(StageProcess(**stage) for stage in facts["stages"])
+        self.stages = facts["stages"]
 
     @property
     def pid(self) -> int:
@@ -107,20 +107,16 @@ class Instance:
         return self._process.pid
 
     @property
-    def log(self) -> str:
+    def stderr_tail(self) -> str:
         """The last lines of its stderr."""
         return "\n".join(self._lines)
-
-    def stage(self, kind: str, index: int = 0) -> StageProcess:
-        """One of the stages, by label ("worker") and index."""
-        return next(stage for stage in self.stages if stage.kind == kind and stage.index == index)
 
     def wait(self, timeout: float = 60.0) -> int:
         """Exit code of the instance once it has ended by itself. Raises InstanceError after `timeout` seconds."""
         try:
             code = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise InstanceError(f"the instance still runs after {timeout:g} s:\n{self.log}") from None
+            raise InstanceError(f"the instance still runs after {timeout:g} s:\n{self.stderr_tail}") from None
         self._reader.join(1.0)
         self._close()
         return code

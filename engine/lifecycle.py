@@ -6,23 +6,22 @@ come out, in order. `engine.supervisor` brings the events and carries out the ac
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 
-from engine.runtime.stage import SUPERVISOR, title_of
+from engine.runtime.stage import SUPERVISOR
+from engine.stages import Stage, Vitals
 from proto.channel import Address
 from proto.ids import StageKind
 from proto.messages import (
     SCHEMA_HASH,
     Drained,
     DrainRequest,
-    Facts,
     Heartbeat,
     Message,
     Progress,
     Ready,
     Serving,
-    StageInfo,
     StageState,
     Stop,
     World,
@@ -59,60 +58,6 @@ class Limits:
     startup: float  # for which a starting stage may be silent
     stall: float  # for which a ready stage may be silent without using CPU
     drain: float
-
-
-@dataclass(frozen=True, slots=True)
-class Vitals:
-    """What /proc says of one process."""
-
-    state: str  # one letter: R S D T t Z X …
-    cpu_seconds: float
-    rss_bytes: int
-
-
-@dataclass(slots=True)
-class Stage:
-    """One stage as the supervisor knows it. Only Lifecycle writes it."""
-
-    address: Address
-    wrapped: bool
-    incarnation: int = 0
-    child_pid: int = 0  # of the process that we started: the wrapper's, if there is one
-    pid: int = 0  # of the stage itself; the child's until Ready tells
-    state: StageState = StageState.STARTING
-    exited: bool = True  # there is no child: not started yet, or reaped
-    facts: Facts = None
-    counters: dict[str, float] = field(default_factory=dict)
-    rss_bytes: int = 0
-    cpu_seconds: float = 0.0
-    restarts: int = 0
-    serving: bool = False
-    drained: bool = False
-    heard: float = 0.0  # when it last spoke, in the lifecycle's own time: a hang begins then
-    cpu_when_heard: float = 0.0
-
-    @property
-    def title(self) -> str:
-        return title_of(self.address.kind, self.address.index)
-
-    @property
-    def lives(self) -> bool:
-        return self.state is not StageState.DEAD
-
-    def info(self) -> StageInfo:
-        return StageInfo(
-            kind=self.address.kind,
-            index=self.address.index,
-            incarnation=self.incarnation,
-            pid=self.pid,
-            title=self.title,
-            state=self.state,
-            facts=self.facts,
-            rss_bytes=self.rss_bytes,
-            cpu_seconds=self.cpu_seconds,
-            restarts=self.restarts,
-            counters=self.counters,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import subprocess
 from collections import deque
 from collections.abc import Sequence
 
-from engine.lifecycle import Vitals
 from engine.runtime.death import ask_for_death_signal
+from engine.stages import Vitals
 
 _KEPT_LINES = 40
 _READ_BYTES = 1 << 16

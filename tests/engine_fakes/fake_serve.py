@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-import engine.supervisor
+from engine import supervisor
 from engine.cli import serve
 from engine.config import MODULES
 from proto.model import ModelConfig, ModelManifest
@@ -33,8 +33,8 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     serve.add_parser(parser.add_subparsers())
     args = parser.parse_args(["serve", "--model", "fake", *sys.argv[1:]])
-    engine.supervisor.prepare_model = lambda *_args, **_options: MANIFEST
-    return engine.supervisor.serve(serve.config_of(args), dict.fromkeys(MODULES, "fake_stage"))
+    vars(supervisor)["prepare_model"] = lambda *_args, **_options: MANIFEST
+    return supervisor.serve(serve.config_of(args), dict.fromkeys(MODULES, "fake_stage"))
 
 
 if __name__ == "__main__":

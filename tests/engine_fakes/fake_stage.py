@@ -19,6 +19,11 @@ KIND = load_config(sys.argv[1]).kind
 BEHAVIOUR = json.loads(os.environ.get("QUINTET_FAKE", "{}")).get(KIND.label, "")
 
 
+def _log(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
 class FakeLoop:
     """Serves when all are ready; a `busy` server holds a stream for a second after a drain began."""
 
@@ -31,7 +36,7 @@ class FakeLoop:
         if not isinstance(message, World) or KIND is not StageKind.SERVER:
             return
         if message.failure:
-            print("streams end:", message.failure.splitlines()[0], file=sys.stderr, flush=True)
+            _log(f"streams end: {message.failure.splitlines()[0]}")
             self._stage.outbox(SUPERVISOR).send(Drained())
         elif message.draining and self._drain_at is None and BEHAVIOUR != "never-drains":
             self._drain_at = time.monotonic() + (1.0 if BEHAVIOUR == "busy" else 0.0)
@@ -42,7 +47,7 @@ class FakeLoop:
     def step(self, now: int) -> float | None:
         if self._drain_at is not None and time.monotonic() >= self._drain_at:
             self._drain_at = float("inf")
-            print("drained", file=sys.stderr, flush=True)
+            _log("drained")
             self._stage.outbox(SUPERVISOR).send(Drained())
         return None if self._drain_at is None else 0.05
 
@@ -54,7 +59,7 @@ def _misbehave(stage: Stage) -> None:
     """What goes wrong before Ready."""
     match BEHAVIOUR:
         case "exit-at-start":
-            print("weights are corrupt: model.safetensors", file=sys.stderr)
+            _log("weights are corrupt: model.safetensors")
             sys.exit(7)
         case "never-ready":
             time.sleep(60)
@@ -63,7 +68,7 @@ def _misbehave(stage: Stage) -> None:
             time.sleep(60)
         case "flood":
             for number in range(20_000):
-                print(f"line {number} " + "x" * 60, file=sys.stderr)
+                _log(f"line {number} " + "x" * 60)
 
 
 def _hold_the_gil() -> None:

@@ -1,0 +1,61 @@
+"""What the supervisor knows of its stages."""
+
+from dataclasses import dataclass, field
+
+from engine.runtime.stage import title_of
+from proto.channel import Address
+from proto.messages import Facts, StageInfo, StageState
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """What /proc says of one process."""
+
+    state: str  # one letter: R S D T t Z X …
+    cpu_seconds: float
+    rss_bytes: int
+
+
+@dataclass(slots=True)
+class Stage:
+    """One stage as the supervisor knows it. Only Lifecycle writes it."""
+
+    address: Address
+    wrapped: bool
+    incarnation: int = 0
+    child_pid: int = 0  # of the process that we started: the wrapper's, if there is one
+    pid: int = 0  # of the stage itself; the child's until Ready tells
+    state: StageState = StageState.STARTING
+    exited: bool = True  # there is no child: not started yet, or reaped
+    facts: Facts = None
+    counters: dict[str, float] = field(default_factory=dict)
+    rss_bytes: int = 0
+    cpu_seconds: float = 0.0
+    restarts: int = 0
+    serving: bool = False
+    drained: bool = False
+    heard: float = 0.0  # when it last spoke, in the lifecycle's own time: a hang begins then
+    cpu_when_heard: float = 0.0
+
+    @property
+    def title(self) -> str:
+        return title_of(self.address.kind, self.address.index)
+
+    @property
+    def lives(self) -> bool:
+        return self.state is not StageState.DEAD
+
+    def info(self) -> StageInfo:
+        return StageInfo(
+            kind=self.address.kind,
+            index=self.address.index,
+            incarnation=self.incarnation,
+            pid=self.pid,
+            title=self.title,
+            state=self.state,
+            facts=self.facts,
+            rss_bytes=self.rss_bytes,
+            cpu_seconds=self.cpu_seconds,
+            restarts=self.restarts,
+            counters=self.counters,
+        )
