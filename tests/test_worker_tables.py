@@ -188,7 +188,7 @@ def check(batch: StepBatch, expected: list[tuple[int, list[int], list[int], bool
 
 
 @given(seed=st.integers(0, 2**32), steps=st.integers(1, 60))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_batches_equal_those_of_a_naive_model(seed: int, steps: int) -> None:
     naive, tables = Naive(random.Random(seed)), make_tables()
     for _ in range(steps):

@@ -1,0 +1,184 @@
+"""The worker as a process of its own: a test plays supervisor and scheduler."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from proto.channel import Address, Context, Inbox, Outbox
+from proto.config import StageConfig, WorkerOptions
+from proto.ids import StageKind
+from proto.messages import Desync, Heartbeat, Message, Ready, Reset, StepResult, Stop, WorkerFacts
+from tests.test_worker_runner import make_options
+from tests.test_worker_tables import i32, make_admit, make_plan
+
+pytestmark = pytest.mark.slow
+
+WORKER = Address(StageKind.WORKER, 0)
+ROOT = Path(__file__).parent.parent
+
+
+class Surroundings:
+    """Inboxes of supervisor and scheduler, and one worker process."""
+
+    def __init__(self, run_dir: Path, options: WorkerOptions) -> None:
+        self.context = Context()
+        self.supervisor = Inbox(self.context, str(run_dir), Address(StageKind.SUPERVISOR, 0), 1)
+        self.scheduler = Inbox(self.context, str(run_dir), Address(StageKind.SCHEDULER, 0), 1)
+        self.worker = Outbox(self.context, str(run_dir), Address(StageKind.SCHEDULER, 0), 1, WORKER)
+        config = StageConfig(
+            kind=StageKind.WORKER,
+            index=0,
+            incarnation=1,
+            supervisor_incarnation=1,
+            run_dir=str(run_dir),
+            death_fd=-1,
+            log_level="info",
+            options=msgspec.Raw(msgspec.json.encode(options)),
+        )
+        document = run_dir / "worker-0.json"
+        document.write_bytes(msgspec.json.encode(config))
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "worker", str(document)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+
+    def receive(self, inbox: Inbox, kind: type[Message], seconds: float = 20.0) -> Message:
+        """The next message of a kind; others are passed over."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            inbox.wait(0.05)
+            for message in inbox.drain(limit=1):
+                if isinstance(message, kind):
+                    return message
+            assert self.process.poll() is None or inbox.wait(0), self.process.communicate()[1]
+        raise AssertionError(f"no {kind.__name__} within {seconds} s")
+
+    def facts(self) -> WorkerFacts:
+        ready = self.receive(self.supervisor, Ready)
+        assert isinstance(ready, Ready)
+        assert ready.pid == self.process.pid
+        assert isinstance(ready.facts, WorkerFacts)
+        return ready.facts
+
+    def result(self) -> StepResult:
+        result = self.receive(self.scheduler, StepResult)
+        assert isinstance(result, StepResult)
+        return result
+
+    def counters(self) -> dict[str, float]:
+        beat = self.receive(self.supervisor, Heartbeat)
+        assert isinstance(beat, Heartbeat)
+        return beat.counters
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+        self.context.close()
+
+
+@pytest.fixture
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("w")  # a short name: ipc paths end at 107 bytes
+
+
+@pytest.fixture
+def simulated(run_dir: Path) -> Iterator[Surroundings]:
+    """A worker of 4 ms steps."""
+    surroundings = Surroundings(run_dir, make_options(device="sim:h200,launch=4e-3", num_pages=64))
+    yield surroundings
+    surroundings.close()
+
+
+def test_simulated_worker_answers_at_the_pace_of_its_device(simulated: Surroundings) -> None:
+    """Two plans in flight, as a scheduler keeps them: 100 steps of 4 ms, the device never waiting long."""
+    facts = simulated.facts()
+    assert (facts.num_pages, facts.page_size, facts.device) == (64, 4, "sim:h200,launch=4e-3")
+    assert "torch" not in Path(f"/proc/{simulated.process.pid}/maps").read_text()
+    simulated.worker.send(Reset(epoch=1))
+    begin = time.monotonic()
+    simulated.worker.send(make_plan(admits=(make_admit(0, [1], list(range(10))),), chunks=i32(0, 1, 1)))
+    for step in range(2, 32):
+        simulated.worker.send(make_plan(step=step, decode_slots=i32(0) if step == 2 else None))
+        result = simulated.result()
+        assert result.step == step - 1
+        assert result.device_ns == pytest.approx(4_000_000, abs=10_000)
+        assert time.monotonic() - begin >= 0.004 * result.step
+    assert simulated.result().step == 31
+    assert time.monotonic() - begin < 0.124 + 0.5  # sleeps that end late must not add up
+    counters = {"step": 0.0}
+    while counters["step"] < 31:
+        counters = simulated.counters()
+    assert counters["tokens"] == 31
+    assert counters["device_busy_s"] == pytest.approx(0.124, rel=0.01)
+    assert counters["busy_share"] > 0.8
+
+
+def test_a_lost_plan_is_told_and_stop_ends_the_process(simulated: Surroundings) -> None:
+    simulated.facts()
+    simulated.worker.send(Reset(epoch=5))
+    simulated.worker.send(make_plan())
+    refusal = simulated.receive(simulated.scheduler, Desync)
+    assert refusal == Desync(epoch=1, step=1, expected_epoch=5, expected_previous=0)
+    simulated.worker.send(Stop())
+    assert simulated.process.wait(5) == 0
+
+
+def test_sigterm_ends_a_worker_that_was_started_by_hand(simulated: Surroundings) -> None:
+    simulated.facts()
+    simulated.process.send_signal(signal.SIGTERM)
+    assert simulated.process.wait(5) == 0
+
+
+def test_a_contradictory_plan_ends_the_process_with_its_reason(simulated: Surroundings) -> None:
+    simulated.facts()
+    simulated.worker.send(Reset(epoch=1))
+    simulated.worker.send(make_plan(decode_slots=i32(3)))
+    _, words = simulated.process.communicate(timeout=10)
+    assert simulated.process.returncode == 4
+    assert "plan 1 of epoch 1: decodes slot 3, which holds no request" in words
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("sim:h300", "--device sim:h300: there is no such GPU"),
+        ("sim:custom,bandwidth=1e12,flops=1e14,memory=1", "leave no page of KV cache"),
+    ],
+)
+def test_a_device_that_cannot_be_ends_the_start_in_one_line(run_dir: Path, device: str, words: str) -> None:
+    surroundings = Surroundings(run_dir, make_options(device=device))
+    try:
+        _, errors = surroundings.process.communicate(timeout=10)
+        assert surroundings.process.returncode == 2
+        assert words in errors
+        assert len(errors.splitlines()) == 1
+    finally:
+        surroundings.close()
+
+
+def test_weights_that_cannot_be_read_end_the_start_and_are_named(run_dir: Path) -> None:
+    """K61, at the worker's end: the model's own tests cover every kind of damage."""
+    options = make_options()
+    weights = run_dir / "model.safetensors"
+    weights.write_bytes(b"\xff" * 100)
+    manifest = msgspec.structs.replace(
+        options.manifest, source=str(run_dir), weight_format="safetensors", weight_files=(str(weights),)
+    )
+    surroundings = Surroundings(run_dir, msgspec.structs.replace(options, manifest=manifest))
+    try:
+        _, errors = surroundings.process.communicate(timeout=60)
+        assert surroundings.process.returncode == 2, errors
+        assert str(weights) in errors
+        assert "Traceback" not in errors
+    finally:
+        surroundings.close()

@@ -1,0 +1,203 @@
+"""The runner over a forward pass of a few lines: last tokens, refusals, poisoned rows."""
+
+import pytest
+import torch
+
+from proto.config import WorkerOptions
+from proto.messages import Desync, Reset, RowStatus, StepPlan, StepResult, column
+from proto.model import ModelConfig, ModelManifest
+from tests.test_worker_tables import i32, make_admit, make_plan
+from worker.batch import StepBatch
+from worker.loop import facts_of
+from worker.runner import Runner
+
+VOCAB = 50
+MODEL = ModelConfig(
+    family="llama",
+    vocab_size=VOCAB,
+    hidden_size=8,
+    intermediate_size=16,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    norm_eps=1e-5,
+    max_position_embeddings=40,
+)
+
+
+def make_options(model: ModelConfig = MODEL, **changes: object) -> WorkerOptions:
+    manifest = ModelManifest(
+        name="tiny", source="", weight_format="none", weight_files=(), config=model, tokenizer_json="", eos_ids=(2,)
+    )
+    fields: dict[str, object] = {
+        "manifest": manifest,
+        "device": "cpu",
+        "dtype": "auto",
+        "load_format": "auto",
+        "seed": 0,
+        "page_size": 4,
+        "num_pages": None,
+        "kv_bytes": None,
+        "gpu_memory_utilization": 0.9,
+        "max_model_len": None,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 64,
+        "threads": None,
+    }
+    return WorkerOptions(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+class SumForward:
+    """Wants the id after token t at position p to be t + p. `poisoned` positions give NaN."""
+
+    num_pages = 64
+    page_size = 4
+    max_model_len = 40
+    vocab_size = VOCAB
+    kv_bytes_per_token = 64
+    device = "cpu"
+    dtype = "float32"
+
+    def __init__(self) -> None:
+        self.poisoned: set[int] = set()
+        self.fed: list[list[int]] = []
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        self.fed.append(batch.token_ids.tolist())
+        tokens, positions = batch.token_ids[batch.logit_tokens], batch.positions[batch.logit_tokens]
+        logits = torch.zeros(len(tokens), VOCAB)
+        for row, (token, position) in enumerate(zip(tokens.tolist(), positions.tolist(), strict=True)):
+            logits[row, (token + position) % VOCAB] = 9.0
+            if position in self.poisoned:
+                logits[row, 3] = torch.nan
+        return logits
+
+
+def make_runner() -> tuple[Runner, SumForward]:
+    forward = SumForward()
+    runner = Runner(forward, make_options())
+    runner.reset(1)
+    return runner, forward
+
+
+def ids_of(answer: StepResult | Desync | None) -> list[int]:
+    assert isinstance(answer, StepResult)
+    return [int(i) for i in column(answer.ids)]
+
+
+def test_sampled_ids_are_the_input_of_the_next_step() -> None:
+    runner, forward = make_runner()
+    start = make_plan(admits=(make_admit(4, [10, 11], [0]), make_admit(1, [20], [1])), chunks=i32(4, 2, 1, 1, 1, 1))
+    assert ids_of(runner.step(start)) == [12, 20]
+    assert ids_of(runner.step(make_plan(step=2, decode_slots=i32(1, 4)))) == [21, 14]
+    assert ids_of(runner.step(make_plan(step=3))) == [23, 17]
+    assert forward.fed == [[10, 11, 20], [20, 12], [21, 14]]
+
+
+def test_a_slot_that_is_used_again_starts_from_its_own_ids() -> None:
+    runner, forward = make_runner()
+    runner.step(make_plan(admits=(make_admit(0, [10], [0]),), chunks=i32(0, 1, 1)))
+    runner.step(make_plan(step=2, released=i32(0), admits=(make_admit(0, [30, 31], [0]),), chunks=i32(0, 2, 1)))
+    assert ids_of(runner.step(make_plan(step=3, decode_slots=i32(0)))) == [34]
+    assert forward.fed == [[10], [30, 31], [32]]
+
+
+def test_steps_without_samples_or_without_rows_give_a_result_too() -> None:
+    runner, forward = make_runner()
+    result = runner.step(make_plan(admits=(make_admit(0, [1, 2, 3], [0]),), chunks=i32(0, 2, 0)))
+    assert ids_of(result) == []
+    assert ids_of(runner.step(make_plan(step=2, released=i32(0)))) == []
+    assert len(forward.fed) == 1
+
+
+def test_a_break_in_the_numbers_is_told_once_and_refused_until_reset() -> None:
+    runner, forward = make_runner()
+    admit = make_plan(admits=(make_admit(0, [1], [0]),), chunks=i32(0, 1, 1))
+    runner.step(admit)
+    lost = make_plan(step=3, decode_slots=i32(0))  # previous is 2, which never came
+    assert runner.step(lost) == Desync(epoch=1, step=3, expected_epoch=1, expected_previous=1)
+    assert runner.step(make_plan(step=4)) is None
+    assert runner.step(make_plan(step=2, decode_slots=i32(0))) is None  # it would fit, but comes too late
+    assert len(forward.fed) == 1
+    runner.reset(Reset(epoch=2).epoch)
+    assert runner.step(admit) == Desync(epoch=1, step=1, expected_epoch=2, expected_previous=0)
+    runner.reset(1)
+    assert ids_of(runner.step(admit)) == [1]
+
+
+def test_a_worker_that_was_never_reset_asks_for_it() -> None:
+    runner = Runner(SumForward(), make_options())
+    plan = make_plan(admits=(make_admit(0, [1], [0]),), chunks=i32(0, 1, 1))
+    assert isinstance(runner.step(plan), Desync)
+
+
+def test_a_poisoned_row_is_named_and_its_neighbour_unharmed() -> None:
+    runner, forward = make_runner()
+    forward.poisoned = {2}
+    start = make_plan(admits=(make_admit(0, [10, 11, 12], [0]), make_admit(1, [20], [1])), chunks=i32(0, 3, 1, 1, 1, 1))
+    result = runner.step(start)
+    assert ids_of(result) == [0, 20]
+    assert isinstance(result, StepResult)
+    assert list(result.statuses) == [RowStatus.NOT_FINITE, RowStatus.OK]
+    # A plan made before the result was read decodes both: the row computes on, harmlessly.
+    forward.poisoned = set()
+    result = runner.step(make_plan(step=2, decode_slots=i32(0, 1)))
+    assert ids_of(result)[1] == 21
+    assert isinstance(result, StepResult)
+    assert result.statuses == b""
+
+
+def test_the_tap_sees_every_batch_with_its_logits() -> None:
+    runner, _ = make_runner()
+    seen: list[tuple[list[int], tuple[int, ...]]] = []
+    runner.on_logits = lambda batch, logits: seen.append((batch.positions.tolist(), tuple(logits.shape)))
+    runner.step(make_plan(admits=(make_admit(0, [1, 2], [0]),), chunks=i32(0, 2, 1)))
+    runner.step(make_plan(step=2, decode_slots=i32(0)))
+    assert seen == [([0, 1], (1, VOCAB)), ([2], (1, VOCAB))]
+
+
+def test_time_without_requests_is_not_idle_time() -> None:
+    runner, _ = make_runner()
+    runner.step(make_plan(admits=(make_admit(0, [1], [0]),), chunks=i32(0, 1, 1)))
+    waited = runner.step(make_plan(step=2, decode_slots=i32(0)))
+    ended = runner.step(make_plan(step=3, released=i32(0), decode_slots=b""))
+    again = runner.step(make_plan(step=4, admits=(make_admit(0, [1], [0]),), chunks=i32(0, 1, 1)))
+    for result, idle in ((waited, True), (ended, False), (again, False)):
+        assert isinstance(result, StepResult)
+        assert (result.idle_ns > 0) is idle
+    counters = runner.clock.counters()
+    assert counters["step"] == 4
+    assert counters["tokens"] == 3
+    assert 0 < counters["busy_share"] < 1
+    assert counters["wall_s"] == pytest.approx(counters["device_busy_s"] + counters["idle_ns"] / 1e9)
+
+
+@pytest.mark.parametrize(("flag", "pages", "expected"), [(None, 64, 40), (30, 64, 30), (None, 5, 20), (100, 64, 40)])
+def test_facts_give_the_smallest_limit(flag: int | None, pages: int, expected: int) -> None:
+    """K18: flag, model (40) or pool (4 tokens a page)."""
+    forward = SumForward()
+    forward.num_pages = pages
+    options = make_options(max_model_len=flag)
+    facts = facts_of(Runner(forward, options), options)
+    assert facts.max_model_len == expected
+    assert facts.num_pages == pages
+    assert facts.vocab_size == VOCAB
+
+
+def test_greedy_rows_beside_a_row_with_foreign_stop_ids_keep_their_tokens() -> None:
+    """K23."""
+    alone, _ = make_runner()
+    beside, _ = make_runner()
+    mine = make_admit(0, [5, 6], [0])
+    foreign = make_admit(1, [7], [1], min_len=9, stops=(-1, VOCAB, VOCAB + 10**6, 2**31 - 1))
+    plans: list[StepPlan] = [
+        make_plan(admits=(mine,), chunks=i32(0, 2, 1)),
+        make_plan(admits=(mine, foreign), chunks=i32(0, 2, 1, 1, 1, 1)),
+    ]
+    one, other = ids_of(alone.step(plans[0])), ids_of(beside.step(plans[1]))
+    for step in range(2, 4):
+        assert other[0] == one[0]
+        one = ids_of(alone.step(make_plan(step=step, decode_slots=i32(0))))
+        other = ids_of(beside.step(make_plan(step=step, decode_slots=i32(0, 1))))
+    assert other[0] == one[0]
