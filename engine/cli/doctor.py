@@ -1,0 +1,259 @@
+"""`quintet doctor`: what this machine can run, and why not.
+
+Imports nothing but the standard library before it knows that the rest is there.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+_DISTRIBUTION = "quintet-llm"
+_DEFAULT_PORT = 50051
+_MIN_PYTHON = (3, 11)
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+_CPU_PACKAGES = ("torch", "safetensors", "numba")
+_CUDA_PACKAGES = ("torch", "safetensors", "flashinfer-python")
+_REQUIREMENT = re.compile(r"[A-Za-z0-9._-]+")
+_PROBE_SECONDS = 10.0
+
+State = Literal["ok", "note", "fail"]
+_MARKS: dict[State, str] = {"ok": "ok  ", "note": "--  ", "fail": "FAIL"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding. A note is a lack that leaves the CPU backend whole; a fail stops it."""
+
+    group: str
+    name: str
+    state: State
+    detail: str
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser(
+        "doctor",
+        help="say what this machine can run, and why not",
+        description="Say what this machine can run, and why not. Exit status 0 if the CPU backend can run.",
+    )
+    parser.add_argument("--port", type=int, default=_DEFAULT_PORT, help=f"to look at ({_DEFAULT_PORT})")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code: 0 if the CPU backend can run, else 1."""
+    checks = examine(args.port)
+    failed = [check.name for check in checks if check.state == "fail"]
+    lacking = [check.name for check in checks if check.group == "cuda" and check.state != "ok"]
+    if args.json:
+        report = {"cpu": not failed, "lacking_for_cuda": lacking, "checks": [asdict(check) for check in checks]}
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
+    else:
+        sys.stdout.write(_text(checks, failed, lacking))
+    return 1 if failed else 0
+
+
+def examine(port: int) -> list[Check]:
+    """Look at everything; takes about a second, most of it for the demo model's digest."""
+    checks = [*_python(), *_packages(), *_machine(), *_gpu()]
+    if any(check.state == "fail" for check in checks):
+        return [*checks, Check("instance", "cache, port", "note", "not looked at before the above is mended")]
+    return [*checks, *_files(), _run_directory(), _port(port)]
+
+
+def _text(checks: list[Check], failed: list[str], lacking: list[str]) -> str:
+    lines: list[str] = []
+    group = ""
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        if check.group != group:
+            group = check.group
+            lines += ["", group]
+        lines.append(f"  {_MARKS[check.state]} {check.name:<{width}}  {check.detail}")
+    verdict = f"The CPU backend cannot run: see {', '.join(failed)}." if failed else "The CPU backend can run."
+    wanted = f"this machine lacks {', '.join(lacking)}" if lacking else "this machine has what it needs"
+    return (
+        "\n".join([*lines[1:], "", verdict, f"A CUDA backend is not part of this version; for one, {wanted}."]) + "\n"
+    )
+
+
+def _python() -> Iterator[Check]:
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    wanted = ".".join(str(part) for part in _MIN_PYTHON)
+    if sys.version_info >= _MIN_PYTHON:
+        yield Check("python", "python", "ok", f"{version} at {sys.executable}")
+    else:
+        yield Check("python", "python", "fail", f"{version}; {wanted} or later is needed")
+    yield _clash()
+
+
+def _clash() -> Check:
+    """Another distribution that installs a top-level `proto` would be imported in place of ours."""
+    found = find_spec("proto")
+    origin = Path(found.origin or "") if found else Path()
+    owners = sorted(set(metadata.packages_distributions().get("proto", [])) - {_DISTRIBUTION})
+    if not (origin.parent / "channel.py").exists():
+        whose = f" of {', '.join(owners)}" if owners else ""
+        return Check("python", "package proto", "fail", f"{origin} is another's{whose}; use an environment without it")
+    if owners:
+        return Check(
+            "python", "package proto", "note", f"{', '.join(owners)} installs one as well; ours comes first for now"
+        )
+    return Check("python", "package proto", "ok", "ours")
+
+
+def _packages() -> Iterator[Check]:
+    """What our own metadata says we need; the extras' packages count for the CPU backend."""
+    try:
+        needed = metadata.requires(_DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        yield Check("packages", _DISTRIBUTION, "fail", "not installed; run `pip install -e .` in its folder")
+        return
+    yield Check("packages", _DISTRIBUTION, "ok", metadata.version(_DISTRIBUTION))
+    base = [match[0] for line in needed if "extra ==" not in line and (match := _REQUIREMENT.match(line))]
+    for name in (*base, *_CPU_PACKAGES):
+        hint = "pip install 'quintet-llm[cpu]'" if name in _CPU_PACKAGES else "pip install quintet-llm"
+        yield _package("packages", name, "fail", hint)
+
+
+def _package(group: str, name: str, lacking: State, hint: str) -> Check:
+    """Found by metadata: importing torch here would take seconds."""
+    try:
+        return Check(group, name, "ok", metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Check(group, name, lacking, f"not installed; {hint}")
+
+
+def _machine() -> Iterator[Check]:
+    cores = len(os.sched_getaffinity(0))
+    yield Check("machine", "cores", "ok", f"{cores} usable of {os.cpu_count()}")
+    total, available = _memory()
+    yield Check("machine", "memory", "ok", f"{available / 2**30:.1f} GiB free of {total / 2**30:.1f}")
+    limit = _memory_limit()
+    if limit is not None and limit < total:
+        yield Check("machine", "memory limit", "ok", f"{limit / 2**30:.1f} GiB for this group of processes")
+    flags = _cpu_flags()
+    have = [flag for flag in _CPU_FLAGS if flag in flags]
+    lack = [flag for flag in _CPU_FLAGS if flag not in flags]
+    detail = f"{', '.join(have) or 'none of those looked for'}{'; not ' + ', '.join(lack) if lack else ''}"
+    yield Check("machine", "CPU features", "note" if "avx2" not in flags else "ok", detail)
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes in total and available."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemTotal"].split()[0]) << 10, int(fields["MemAvailable"].split()[0]) << 10
+
+
+def _memory_limit() -> int | None:
+    """Bytes that the control group allows, where one is set."""
+    try:
+        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith(("flags", "Features"))), set())
+
+
+def _gpu() -> Iterator[Check]:
+    names = _probe(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
+    if names:
+        for index, line in enumerate(names.splitlines()):
+            yield Check("cuda", f"GPU {index}", "ok", line)
+    elif Path("/dev/nvidiactl").exists():
+        yield Check("cuda", "GPU", "note", "its driver is there, but nvidia-smi names none")
+    else:
+        yield Check("cuda", "GPU", "note", "no NVIDIA GPU or no driver")
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc") or (shutil.which("nvcc", path=f"{home}/bin") if home else None)
+    detail = nvcc or "not in PATH nor CUDA_HOME; FlashInfer compiles kernels with it"
+    yield Check("cuda", "nvcc", "ok" if nvcc else "note", detail)
+    for name in _CUDA_PACKAGES:
+        yield _package("cuda", name, "note", "pip install 'quintet-llm[cuda]'")
+    yield _torch_build()
+
+
+def _torch_build() -> Check:
+    """Which CUDA torch was built for, read without importing it."""
+    found = find_spec("torch")
+    path = Path(found.origin).parent / "version.py" if found and found.origin else None
+    if path is None or not path.exists():
+        return Check("cuda", "torch for CUDA", "note", "torch is not installed")
+    match = re.search(r"^cuda[^=]*=\s*['\"]([\d.]+)['\"]", path.read_text(), re.MULTILINE)
+    if match is None:
+        return Check("cuda", "torch for CUDA", "note", "this torch was built for CPUs only")
+    return Check("cuda", "torch for CUDA", "ok", match[1])
+
+
+def _probe(command: list[str]) -> str:
+    """A tool's output; "" when it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def _files() -> Iterator[Check]:
+    from engine.models.cache import cache_dir
+
+    cache = cache_dir()
+    existing = next(path for path in (cache, *cache.parents) if path.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        yield Check("instance", "cache", "fail", f"{existing} is not writable; set QUINTET_CACHE")
+    else:
+        free = shutil.disk_usage(existing).free
+        yield Check("instance", "cache", "ok", f"{cache}, {free / 2**30:.1f} GiB free on its disk")
+    yield _demo_model()
+
+
+def _demo_model() -> Check:
+    from engine.models.demo import FILE_SHA256, demo_path, is_complete, sha256_of
+
+    path = demo_path()
+    if not path.exists():
+        return Check("instance", "demo model", "note", f"not fetched yet; `--model demo` downloads it to {path}")
+    if not is_complete(path):
+        return Check("instance", "demo model", "note", f"{path} is incomplete; `--model demo` fetches it again")
+    digest = sha256_of(path)
+    if digest != FILE_SHA256:
+        return Check("instance", "demo model", "fail", f"{path} is damaged (sha256 {digest}); delete it")
+    return Check("instance", "demo model", "ok", f"{path}, sha256 as expected")
+
+
+def _run_directory() -> Check:
+    from engine.rundir import RunDir, RunDirError
+
+    try:
+        directory = RunDir(None)
+    except RunDirError as error:
+        return Check("instance", "run directory", "fail", str(error))
+    directory.remove()
+    return Check("instance", "run directory", "ok", f"in {Path(directory.path).parent}")
+
+
+def _port(number: int) -> Check:
+    from engine.port import Port, PortError
+
+    try:
+        Port("127.0.0.1", number).close()
+    except PortError as error:
+        return Check("instance", "port", "note", str(error))
+    return Check("instance", "port", "ok", f"{number} is free")

@@ -1,0 +1,204 @@
+"""`quintet estimate`: what a model's weights and KV cache need, and how many sequences fit."""
+
+import argparse
+import json
+import re
+import sys
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+
+from engine.models import ModelError, read_config
+from proto.model import ModelConfig
+
+_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_KV_BYTES = {**_WEIGHT_BYTES, "fp8": 1, "int8": 1}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """All sizes in bytes. What depends on the memory is None when no memory was given."""
+
+    parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    page_size: int  # tokens
+    page_bytes: int
+    sequence_length: int  # tokens, prompt and output
+    pages_per_sequence: int
+    sequence_bytes: int
+    memory_bytes: int | None = None
+    kv_pool_bytes: int | None = None
+    pages: int | None = None
+    pool_tokens: int | None = None
+    sequences: int | None = None  # of that length, at once, sharing nothing
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser(
+        "estimate",
+        help="compute KV memory and how many sequences fit",
+        description="Compute what a model's weights and KV cache need, and how many sequences fit in a memory.",
+    )
+    parser.add_argument("model", metavar="CONFIG_OR_MODEL", help="a config.json, or anything that --model takes")
+    parser.add_argument("--memory", type=parse_size, metavar="SIZE", help="of the device, as 24GiB or 80GB")
+    parser.add_argument("--gpu-memory-utilization", type=_share, default=Fraction(9, 10), metavar="SHARE", help="(0.9)")
+    parser.add_argument("--dtype", choices=("auto", *_WEIGHT_BYTES), default="auto", help="of the weights (auto)")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", *_KV_BYTES), default="auto", help="(that of the weights)")
+    parser.add_argument("--page-size", type=_count, default=16, metavar="TOKENS", help="(16)")
+    parser.add_argument("--max-model-len", type=_count, metavar="TOKENS", help="longest sequence (the model's)")
+    parser.add_argument("--sequence-length", type=_count, metavar="TOKENS", help="to fit (--max-model-len)")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code: 0 shown, 1 when the model or a length cannot be used, or nothing fits."""
+    try:
+        config = read_config(args.model)
+        result = estimate(
+            config,
+            dtype=args.dtype,
+            kv_cache_dtype=args.kv_cache_dtype,
+            page_size=args.page_size,
+            sequence_length=_length(config, args.max_model_len, args.sequence_length),
+            memory=args.memory,
+            utilization=args.gpu_memory_utilization,
+        )
+    except (ModelError, ValueError) as error:
+        sys.stderr.write(f"quintet: {error}\n")
+        return 1
+    sys.stdout.write(json.dumps(asdict(result), indent=2) + "\n" if args.json else _table(result))
+    return 0
+
+
+def estimate(
+    config: ModelConfig,
+    *,
+    dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
+    page_size: int = 16,
+    sequence_length: int,
+    memory: int | None = None,
+    utilization: Fraction = Fraction(9, 10),
+) -> Estimate:
+    """Sizes of a model, and what fits in `memory` bytes of which the share `utilization` may be used.
+
+    Activations and the runtime's own memory are not counted. Raises ValueError when the weights alone do not fit.
+    """
+    weight_dtype = config.dtype if dtype == "auto" else dtype
+    kv_dtype = weight_dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+    parameters = count_parameters(config)
+    per_token = config.kv_bytes_per_token(_KV_BYTES[kv_dtype])
+    pages_per_sequence = -(-sequence_length // page_size)
+    sizes = Estimate(
+        parameters=parameters,
+        weight_bytes=parameters * _WEIGHT_BYTES[weight_dtype],
+        kv_bytes_per_token=per_token,
+        page_size=page_size,
+        page_bytes=per_token * page_size,
+        sequence_length=sequence_length,
+        pages_per_sequence=pages_per_sequence,
+        sequence_bytes=pages_per_sequence * per_token * page_size,
+    )
+    return sizes if memory is None else _fit(sizes, memory, utilization)
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Elements of all weights; tied embeddings count once."""
+    hidden, heads, kv_heads, dim = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+    attention = 2 * hidden * dim * (heads + kv_heads)
+    attention += config.qkv_bias * dim * (heads + 2 * kv_heads) + config.out_bias * hidden
+    attention += config.qk_norm * 2 * dim
+    mlp = 3 * hidden * config.intermediate_size + config.mlp_bias * (2 * config.intermediate_size + hidden)
+    norms = 2 * hidden
+    embeddings = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
+    return config.num_layers * (attention + mlp + norms) + hidden + embeddings
+
+
+def _fit(sizes: Estimate, memory: int, utilization: Fraction) -> Estimate:
+    usable = int(memory * utilization)
+    pool = usable - sizes.weight_bytes
+    if pool < sizes.page_bytes:
+        raise ValueError(
+            f"--memory: {_human(memory)} × {float(utilization):g} = {_human(usable)} hold no page of "
+            f"{_human(sizes.page_bytes)} beside {_human(sizes.weight_bytes)} of weights"
+        )
+    pages = pool // sizes.page_bytes
+    return Estimate(
+        **{
+            **asdict(sizes),
+            "memory_bytes": memory,
+            "kv_pool_bytes": pool,
+            "pages": pages,
+            "pool_tokens": pages * sizes.page_size,
+            "sequences": pages // sizes.pages_per_sequence,
+        }
+    )
+
+
+def _length(config: ModelConfig, max_model_len: int | None, sequence_length: int | None) -> int:
+    longest = max_model_len or config.max_position_embeddings
+    if longest > config.max_position_embeddings:
+        raise ValueError(f"--max-model-len: {longest} exceeds the model's {config.max_position_embeddings} positions")
+    length = sequence_length or longest
+    if length > longest:
+        raise ValueError(f"--sequence-length: {length} exceeds the longest sequence of {longest}")
+    return length
+
+
+def _table(result: Estimate) -> str:
+    rows = [
+        ("weights", f"{_human(result.weight_bytes)} ({result.parameters:,} parameters)"),
+        ("KV cache per token", f"{result.kv_bytes_per_token:,} bytes"),
+        (f"page of {result.page_size} tokens", _human(result.page_bytes)),
+        (
+            f"sequence of {result.sequence_length:,} tokens",
+            f"{_human(result.sequence_bytes)}, {result.pages_per_sequence:,} pages",
+        ),
+    ]
+    if result.kv_pool_bytes is not None:
+        rows += [
+            ("left for the KV cache", _human(result.kv_pool_bytes)),
+            ("pages", f"{result.pages:,} ({result.pool_tokens:,} tokens)"),
+            ("sequences of that length", f"{result.sequences:,} at once, sharing no prefix"),
+        ]
+    width = max(len(name) for name, _ in rows)
+    return "".join(f"{name:<{width}}  {value}\n" for name, value in rows)
+
+
+def _human(size: int) -> str:
+    value, units = float(size), iter(("bytes", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while value >= 1024 and unit != "TiB":
+        value, unit = value / 1024, next(units)
+    return f"{value:.2f} {unit}" if unit != "bytes" else f"{size} bytes"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "24GiB" (2^30), "80GB" (10^9), "24G" (as GiB, like vLLM's flags) or a bare number."""
+    match = _SIZE.fullmatch(text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 24GiB, 80GB or in bytes")
+    size = int(Fraction(match[1]) * _UNITS[match[2]])
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be more than nothing")
+    return size
+
+
+def _share(text: str) -> Fraction:
+    try:
+        share = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(0)
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be above 0 and at most 1")
+    return share
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
