@@ -1,0 +1,152 @@
+"""The server process: a grpc.aio server around the edge, from its start to its exit."""
+
+import asyncio
+import logging
+import time
+from typing import NoReturn
+
+import grpc
+import uvloop
+from grpc_health.v1 import health
+from grpc_reflection.v1alpha import reflection
+
+from engine.runtime.stage import SUPERVISOR, Stage
+from proto.config import ServerOptions
+from proto.messages import I32, RequestParams, Sampling, ServerFacts, Serving, WorkClass
+from server import control, inference
+from server.edge import Edge
+from server.health import Health
+from server.limits import ModelFacts
+from server.readiness import Phase
+from server.status import CallError
+from server.validate import Ask
+
+log = logging.getLogger(__name__)
+
+# Statuses of streams that just ended must reach their clients before the sockets close.
+_GOODBYE_SECONDS = 0.5
+_WARM_UP_PAUSE = 1.0
+# Gateways ping every 10 s and up, idle ones too; the rest is room for clocks that differ.
+_LEAST_PING_MS = 9_000
+_KEEPALIVE_MS = 30_000
+# Among server processes that share a port, so that long-lived connections spread over all of them.
+_MAX_CONNECTION_AGE_MS = 30 * 60 * 1000
+
+
+def run(stage: Stage) -> NoReturn:
+    """Serve until told to stop, then leave the process."""
+    code = uvloop.run(serve(stage))
+    stage.exit(code)
+
+
+async def serve(stage: Stage) -> int:
+    """Serve until told to stop; returns the exit code."""
+    options = stage.options
+    assert isinstance(options, ServerOptions)
+    edge = Edge(stage, options)
+    server = grpc.aio.server(options=channel_arguments(options))
+    try:
+        address = _bind(server, options)
+    except RuntimeError as error:
+        log.critical("cannot serve on %s: %s", _join(options.host, options.port), error)
+        return 2
+    services = (inference.SERVICE, control.SERVICE)
+    handlers = (inference.InferenceService(edge).handlers(), control.ControlService(edge, address).handlers())
+    server.add_generic_rpc_handlers(handlers)
+    readiness = Health(services)
+    readiness.add_to(server)
+    reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    await readiness.tell_live()
+    await server.start()
+    edge.start()
+    stage.ready(ServerFacts(address=address))
+    log.info("listening on %s", address)
+    follower = asyncio.create_task(_follow(edge, readiness))
+    code = await edge.ended
+    follower.cancel()
+    await server.stop(_GOODBYE_SECONDS)
+    edge.detach()
+    return code
+
+
+def channel_arguments(options: ServerOptions) -> list[tuple[str, int]]:
+    """What grpc is to do and not to do."""
+    arguments = [
+        ("grpc.so_reuseport", int(options.reuse_port)),
+        ("grpc.max_receive_message_length", options.max_message_bytes),
+        ("grpc.max_send_message_length", options.max_message_bytes),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", _LEAST_PING_MS),
+        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+    ]
+    if options.reuse_port:
+        arguments.append(("grpc.max_connection_age_ms", _MAX_CONNECTION_AGE_MS))
+    return arguments
+
+
+def _bind(server: grpc.aio.Server, options: ServerOptions) -> str:
+    """The address that is served. Raises RuntimeError when the port is taken."""
+    port = server.add_insecure_port(_join(options.host, options.port))
+    return _join(options.host, port)
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def _follow(edge: Edge, readiness: Health) -> None:
+    """Keep health in step with the phase, and warm the ring up whenever it is there but has passed no token."""
+    told_serving = False
+    while True:
+        await edge.phase_changed.wait()
+        edge.phase_changed.clear()
+        if edge.readiness.phase is Phase.WARMING:
+            await _warm_up(edge)
+        serving = edge.readiness.phase is Phase.SERVING
+        await readiness.tell_ready(serving)
+        if serving and not told_serving:
+            told_serving = True
+            edge.stage.outbox(SUPERVISOR).send(Serving())
+
+
+async def _warm_up(edge: Edge) -> None:
+    """Pass a token round the ring, again and again until one comes through or the phase changes otherwise."""
+    while edge.readiness.phase is Phase.WARMING and edge.readiness.facts is not None:
+        try:
+            await _pass_token(edge, edge.readiness.facts)
+        except CallError as error:
+            log.warning("no token came round the ring: %s", error)
+            await asyncio.sleep(_WARM_UP_PAUSE)
+        else:
+            edge.readiness.warmed()
+            edge.note_phase()
+
+
+async def _pass_token(edge: Edge, facts: ModelFacts) -> None:
+    """Generate one token. Raises CallError."""
+    prompt = (facts.tokenizer.eos_ids or (0,))[0]
+    generation = edge.begin(_one_token_after(prompt), 0, time.monotonic_ns())
+    try:
+        while (await edge.next_piece(generation)).ending is None:
+            pass
+    finally:
+        edge.close(generation)
+
+
+def _one_token_after(prompt: int) -> Ask:
+    sampling = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, logprobs=-1)
+    params = RequestParams(
+        sampling=sampling,
+        max_new_tokens=1,
+        min_new_tokens=0,
+        stop_strings=(),
+        stop_token_ids=b"",
+        include_stop=False,
+        ignore_eos=True,
+        skip_special_tokens=True,
+        work_class=WorkClass.CHAT,
+        priority=0,
+        cache_salt="",
+        deadline=0,
+    )
+    return Ask("", None, prompt.to_bytes(I32.itemsize, "little"), None, params)

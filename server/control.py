@@ -1,0 +1,186 @@
+"""Handlers of quintet.v1.Control."""
+
+import asyncio
+import platform
+import time
+from importlib import metadata
+
+import google.protobuf
+import grpc
+
+from proto.channel import Address
+from proto.ids import StageKind
+from proto.messages import SCHEMA_HASH, Flush, FlushReply, StageInfo, StageState
+from quintet_client.v1 import control_pb2 as pb
+from server import limits, rpc
+from server.edge import Edge
+from server.limits import ModelFacts
+from server.rpc import Context
+from server.status import InvalidFieldError, UnavailableError
+from server.validate import check_model
+
+SERVICE = "quintet.v1.Control"
+
+_KINDS = {
+    StageKind.SUPERVISOR: pb.PROCESS_KIND_SUPERVISOR,
+    StageKind.SERVER: pb.PROCESS_KIND_SERVER,
+    StageKind.TOKENIZER: pb.PROCESS_KIND_TOKENIZER,
+    StageKind.SCHEDULER: pb.PROCESS_KIND_SCHEDULER,
+    StageKind.WORKER: pb.PROCESS_KIND_WORKER,
+    StageKind.DETOKENIZER: pb.PROCESS_KIND_DETOKENIZER,
+}
+_STATES = {
+    StageState.STARTING: pb.PROCESS_STATE_STARTING,
+    StageState.READY: pb.PROCESS_STATE_READY,
+    StageState.STOPPED: pb.PROCESS_STATE_STOPPED,
+    StageState.DEAD: pb.PROCESS_STATE_DEAD,
+}
+
+
+class ControlService:
+    """Answers from what the supervisor last told, and passes orders on."""
+
+    def __init__(self, edge: Edge, address: str) -> None:
+        self._edge = edge
+        self._address = address
+        self._started = time.monotonic()
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """For registration with a grpc.aio server."""
+        watch_metrics = rpc.not_built(pb.WatchMetricsRequest)
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "GetModelInfo": rpc.unary(pb.GetModelInfoRequest, self.get_model_info),
+                "GetServerInfo": rpc.unary(pb.GetServerInfoRequest, self.get_server_info),
+                "GetLoad": rpc.unary(pb.GetLoadRequest, self.get_load),
+                "Abort": rpc.unary(pb.AbortRequest, self.abort),
+                "FlushCache": rpc.unary(pb.FlushCacheRequest, self.flush_cache),
+                "Drain": rpc.unary(pb.DrainRequest, self.drain),
+                "StartProfile": rpc.unary(pb.StartProfileRequest, rpc.not_built(pb.StartProfileRequest)),
+                "StopProfile": rpc.unary(pb.StopProfileRequest, rpc.not_built(pb.StopProfileRequest)),
+                "WatchMetrics": rpc.streaming(pb.WatchMetricsRequest, watch_metrics),
+            },
+        )
+
+    async def get_model_info(self, request: pb.GetModelInfoRequest, _context: Context) -> pb.GetModelInfoResponse:
+        names = self._edge.options.served_model_names
+        check_model(request.model, names)
+        facts = self._edge.readiness.facts
+        if facts is None:
+            raise UnavailableError(self._edge.readiness.phase.value)
+        worker, tokenizer = facts.worker, facts.tokenizer
+        return pb.GetModelInfoResponse(
+            model=self._edge.model_name,
+            served_names=names,
+            max_model_len=worker.max_model_len,
+            vocab_size=worker.vocab_size,
+            tokenizer_vocab_size=tokenizer.vocab_size,
+            eos_token_ids=tokenizer.eos_ids,
+            has_chat_template=tokenizer.has_chat_template,
+            dtype=worker.dtype,
+            device=worker.device,
+            kv_bytes_per_token=worker.kv_bytes_per_token,
+            num_pages=worker.num_pages,
+            page_size=worker.page_size,
+            max_num_seqs=worker.max_num_seqs,
+            max_num_batched_tokens=worker.max_num_batched_tokens,
+        )
+
+    async def get_server_info(self, _request: pb.GetServerInfoRequest, _context: Context) -> pb.GetServerInfoResponse:
+        return pb.GetServerInfoResponse(
+            address=self._address,
+            limits=self._limits(self._edge.readiness.facts),
+            versions={
+                "quintet": metadata.version("quintet-llm"),
+                "python": platform.python_version(),
+                "grpcio": grpc.__version__,
+                "protobuf": google.protobuf.__version__,
+                "schema": SCHEMA_HASH,
+            },
+            processes=[_process(info) for info in self._edge.stage.world.stages],
+            uptime_seconds=time.monotonic() - self._started,
+            draining=self._edge.readiness.draining,
+        )
+
+    def _limits(self, facts: ModelFacts | None) -> pb.Limits:
+        """Those that the model decides are 0 until it is known."""
+        options = self._edge.options
+        return pb.Limits(
+            max_message_bytes=options.max_message_bytes,
+            max_in_flight_requests=options.max_in_flight_requests,
+            max_in_flight_bytes=options.max_in_flight_bytes,
+            max_stream_buffer_bytes=options.max_stream_buffer_bytes,
+            max_prompt_bytes=facts.max_prompt_bytes if facts else 0,
+            max_chat_messages=limits.MAX_CHAT_MESSAGES,
+            max_model_len=facts.worker.max_model_len if facts else 0,
+            max_stop_strings=limits.MAX_STOP_STRINGS,
+            max_stop_string_bytes=limits.MAX_STOP_STRING_BYTES,
+            max_stop_token_ids=limits.MAX_STOP_TOKEN_IDS,
+            max_logprobs=limits.MAX_LOGPROBS,
+            max_logit_bias=limits.MAX_LOGIT_BIAS,
+            max_request_id_bytes=limits.MAX_REQUEST_ID_BYTES,
+            max_cache_salt_bytes=limits.MAX_CACHE_SALT_BYTES,
+        )
+
+    async def get_load(self, _request: pb.GetLoadRequest, _context: Context) -> pb.GetLoadResponse:
+        admission = self._edge.record.admission
+        schedulers = [info for info in self._edge.stage.world.stages if info.kind is StageKind.SCHEDULER]
+        return pb.GetLoadResponse(
+            in_flight_requests=admission.requests,
+            in_flight_bytes=admission.bytes,
+            replicas=[_replica(info) for info in schedulers],
+        )
+
+    async def abort(self, request: pb.AbortRequest, _context: Context) -> pb.AbortResponse:
+        if not request.request_ids:
+            raise InvalidFieldError("request_ids", "must hold at least 1 id, not 0")
+        response = pb.AbortResponse()
+        for request_id in dict.fromkeys(request.request_ids):
+            found = self._edge.abort(request_id)
+            (response.aborted if found else response.unknown).append(request_id)
+        return response
+
+    async def flush_cache(self, _request: pb.FlushCacheRequest, _context: Context) -> pb.FlushCacheResponse:
+        self._edge.readiness.require_serving()
+        replicas = range(self._edge.options.num_schedulers)
+        return pb.FlushCacheResponse(pages=sum(await asyncio.gather(*map(self._flush, replicas))))
+
+    async def _flush(self, replica: int) -> int:
+        rid = self._edge.record.next_rid()
+        reply = await self._edge.ask(Address(StageKind.SCHEDULER, replica), Flush(rid=rid), 0)
+        assert isinstance(reply, FlushReply)
+        return reply.pages
+
+    async def drain(self, _request: pb.DrainRequest, _context: Context) -> pb.DrainResponse:
+        self._edge.request_drain()
+        return pb.DrainResponse()
+
+
+def _process(info: StageInfo) -> pb.Process:
+    return pb.Process(
+        kind=_KINDS[info.kind],
+        index=info.index,
+        pid=info.pid,
+        title=info.title,
+        state=_STATES[info.state],
+        rss_bytes=info.rss_bytes,
+        cpu_seconds=info.cpu_seconds,
+        restarts=info.restarts,
+        counters=info.counters,
+    )
+
+
+def _replica(info: StageInfo) -> pb.ReplicaLoad:
+    def count(name: str) -> int:
+        return int(info.counters.get(name, 0))
+
+    return pb.ReplicaLoad(
+        index=info.index,
+        running=count("running"),
+        waiting=count("waiting"),
+        pages_total=count("pages_total"),
+        pages_free=count("pages_free"),
+        pages_cached=count("pages_cached"),
+        cache_hit_rate=info.counters.get("cache_hit_rate", 0.0),
+    )

@@ -1,0 +1,251 @@
+"""The server's end of the ring: its inbox on asyncio's loop, and the record's messages to the outboxes."""
+
+import asyncio
+import logging
+import time
+
+from engine.runtime.stage import SUPERVISOR, Stage
+from proto.channel import Address, ChannelError
+from proto.config import ServerOptions
+from proto.messages import (
+    Accepted,
+    CensusReply,
+    Deltas,
+    DetokenizeCall,
+    DetokenizeReply,
+    Drained,
+    DrainRequest,
+    Flush,
+    FlushReply,
+    Message,
+    Reject,
+    Stop,
+    TokenizeCall,
+    TokenizeReply,
+    World,
+)
+from server.calls import Calls, Reply
+from server.generation import Generation, Piece
+from server.readiness import Phase, Readiness
+from server.record import Outgoing, Record
+from server.status import UnavailableError
+from server.validate import Ask
+
+log = logging.getLogger(__name__)
+
+_BATCH = 512  # messages taken before other work on the loop gets its turn
+_TICK_SECONDS = 0.05
+_BACKLOG_SECONDS = 0.001
+_CENSUS_SECONDS = 1.0
+
+
+class Edge:
+    """Everything between handlers and the other stages. Lives on one event loop."""
+
+    def __init__(self, stage: Stage, options: ServerOptions) -> None:
+        self.stage = stage
+        self.options = options
+        self.record = Record(stage.config.index, stage.config.incarnation, options)
+        self.calls = Calls()
+        self.readiness = Readiness(options)
+        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()  # exit code
+        self.phase_changed = asyncio.Event()
+        self._phase = self.readiness.phase
+        self._loop = asyncio.get_running_loop()
+        self._wakers: dict[int, asyncio.Event] = {}
+        self._next_census = 0.0
+        self._drained_told = False
+        self._flush_pending = False
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the model answers."""
+        return self.options.served_model_names[0]
+
+    # ------------------------------------------------------------------ for handlers
+
+    def begin(self, ask: Ask, size: int, arrival: int) -> Generation:
+        """Record a generation and send it on its way; the caller calls `close` in the end."""
+        generation, submit = self.record.open(ask, size, arrival, time.time())
+        waker = asyncio.Event()
+        generation.notify = waker.set
+        self._wakers[generation.rid] = waker
+        self._send([submit])
+        return generation
+
+    async def next_piece(self, generation: Generation) -> Piece:
+        """What can be written next. Raises the CallError that ended the generation."""
+        waker = self._wakers[generation.rid]
+        while (piece := generation.take()) is None:
+            waker.clear()
+            await waker.wait()
+        return piece
+
+    def close(self, generation: Generation) -> None:
+        """The handler leaves; stops the work unless it is over."""
+        self._wakers.pop(generation.rid, None)
+        self._send(self.record.close(generation))
+        if self.options.log_requests:
+            _log_request(generation)
+        self._tell_drained()
+
+    async def ask(self, to: Address, question: TokenizeCall | DetokenizeCall | Flush, size: int) -> Reply:
+        """Send a question of so many bytes and wait for its answer. Raises CallError."""
+        size = self.record.admit(size)
+        answer = self.calls.expect(question.rid)
+        try:
+            self._send([Outgoing(to, question)])
+            return await answer
+        finally:
+            self.calls.forget(question.rid)
+            self.record.admission.leave(size)
+            self._tell_drained()
+
+    def abort(self, client_id: str) -> bool:
+        """End a live generation with ABORT; False when there is none of that id."""
+        out = self.record.abort_by_client_id(client_id)
+        self._send(out or [])
+        return out is not None
+
+    def request_drain(self) -> None:
+        """Have the supervisor end the instance in good order."""
+        self._send([Outgoing(SUPERVISOR, DrainRequest())])
+
+    # ------------------------------------------------------------------ the loop
+
+    def start(self) -> None:
+        """Read the inbox from now on."""
+        self._loop.add_reader(self.stage.inbox.fd, self._receive)
+        self._tick()
+
+    def detach(self) -> None:
+        """Read no more."""
+        self._loop.remove_reader(self.stage.inbox.fd)
+
+    def _tick(self) -> None:
+        """What must happen without a message. Reading is only for safety: the descriptor is edge-triggered."""
+        if self.ended.done():
+            return
+        self._receive()
+        self.stage.heartbeat(self.counters)
+        now = time.monotonic()
+        if now >= self._next_census:
+            self._next_census = now + _CENSUS_SECONDS
+            self._send(self.record.census())
+        self._flush()
+        if self.stage.stopping:
+            self.end(0)
+        self._loop.call_later(_TICK_SECONDS, self._tick)
+
+    def end(self, code: int) -> None:
+        """Let the process leave with this exit code; the first one counts."""
+        if not self.ended.done():
+            self.ended.set_result(code)
+
+    def _receive(self) -> None:
+        """Drain the inbox fully, in turns with the loop's other work."""
+        if self.ended.done():
+            return
+        try:
+            messages = self.stage.inbox.drain(_BATCH)
+            for message in messages:
+                self._on_message(message)
+        except ChannelError as error:
+            log.critical("%s", error)
+            self.end(3)
+        except Exception:
+            log.critical("this stage dies of a bug", exc_info=True)
+            self.end(4)
+        else:
+            if messages:
+                self._loop.call_soon(self._receive)
+
+    def _on_message(self, message: Message) -> None:
+        match message:
+            case Deltas():
+                self._send(self.record.on_deltas(message, time.monotonic_ns()))
+            case Accepted():
+                self.record.on_accepted(message)
+            case Reject():
+                if not self.calls.on_reject(message):
+                    self.record.on_reject(message)
+            case TokenizeReply() | DetokenizeReply() | FlushReply():
+                self.calls.on_reply(message)
+            case CensusReply():
+                self.record.on_census_reply(message)
+            case World():
+                self._on_world(message)
+            case Stop():
+                self.end(0)
+
+    def _on_world(self, world: World) -> None:
+        self.stage.take_world(world)
+        broken = self.readiness.on_world(world)
+        if broken:
+            log.error("every request in flight ends: %s", broken)
+            error = UnavailableError(f"the request was lost: {broken}")
+            self._send(self.record.fail_all(error))
+            self.calls.fail_all(error)
+        self.note_phase()
+        self._tell_drained()
+
+    def note_phase(self) -> None:
+        """Wake whoever follows the phase when it changed."""
+        if self._phase is not self.readiness.phase:
+            self._phase = self.readiness.phase
+            log.info("phase: %s", self._phase.value)
+            self.phase_changed.set()
+
+    def _tell_drained(self) -> None:
+        idle = not len(self.record) and not len(self.calls)
+        if self.readiness.phase is Phase.DRAINING and idle and not self._drained_told:
+            self._drained_told = True
+            self._send([Outgoing(SUPERVISOR, Drained())])
+
+    def _send(self, out: list[Outgoing]) -> None:
+        for to, message in out:
+            self.stage.outbox(to).send(message)
+        if out:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Push on what peers did not take, soon again while something is left."""
+        if not self.stage.flush() and not self._flush_pending:
+            self._flush_pending = True
+            self._loop.call_later(_BACKLOG_SECONDS, self._flush_again)
+
+    def _flush_again(self) -> None:
+        self._flush_pending = False
+        if not self.ended.done():
+            self._flush()
+
+    def counters(self) -> dict[str, float]:
+        """For the heartbeat."""
+        record = self.record
+        return {
+            "in_flight_requests": record.admission.requests,
+            "in_flight_bytes": record.admission.bytes,
+            "finished": record.finished,
+            "failed": record.failed,
+            "abandoned": record.abandoned,
+            "repeated_deltas": record.repeated_deltas,
+            "late_deltas": record.late_deltas,
+        }
+
+
+def _log_request(generation: Generation) -> None:
+    ending, error = generation.ending, generation.error
+    if error is not None:
+        outcome = f"{error.code.name} ({error})"
+    else:
+        outcome = "cancelled" if ending is None else ending.finish.name.lower()
+    log.info(
+        "rid %016x id %s: %s, %d prompt tokens (%d cached), %d new, %.1f ms",
+        generation.rid,
+        generation.client_id,
+        outcome,
+        generation.prompt_tokens,
+        generation.cached_tokens,
+        generation.ids_received,
+        (time.monotonic_ns() - generation.arrival) / 1e6,
+    )
