@@ -37,8 +37,8 @@ _KILL_SECONDS = 2.0
 # Time beyond this between two ticks is our own sleep (a suspended machine, a stopped supervisor): nobody
 # else had a chance to speak during it.
 _LONGEST_TICK = 2.0
-# Keeping connections alive costs a hung process some CPU; work costs more than this share of a core.
-_FLAT_CPU_SHARE = 0.005
+# Threads that keep a hung process's connections alive use less CPU than this during a stall; work uses more.
+_COMPUTED_SECONDS = 0.05
 
 
 class Phase(Enum):
@@ -150,7 +150,7 @@ class Lifecycle:
         stage = self.stages.get(address)
         if stage is None or not stage.lives:
             return []
-        stage.heard, stage.cpu_when_heard = self._time, stage.cpu_seconds
+        self._mark_active(stage)
         match message:
             case Ready():
                 self._on_ready(stage, message)
@@ -190,6 +190,8 @@ class Lifecycle:
                 self._on_loss(stage, "ended under its wrapper", _advice(None, address.kind), last_lines)
             return self._take_actions()
         stage.rss_bytes, stage.cpu_seconds = vitals.rss_bytes, vitals.cpu_seconds
+        if stage.cpu_seconds - stage.cpu_when_active >= _COMPUTED_SECONDS:
+            self._mark_active(stage)
         if vitals.state == "T":  # not "t": a debugger or profiler holds it and will let go
             advice = "Somebody sent it SIGSTOP or a terminal's ^Z; nothing that it held up could go on."
             self._on_loss(stage, "was stopped by a signal", advice, last_lines, StageState.STOPPED)
@@ -251,7 +253,7 @@ class Lifecycle:
     def _start(self, stage: Stage) -> None:
         self._last_incarnation += 1
         stage.incarnation = self._last_incarnation
-        stage.heard = self._time
+        self._mark_active(stage)
         self._do(Start(stage.address, stage.incarnation))
 
     def _on_ready(self, stage: Stage, ready: Ready) -> None:
@@ -290,12 +292,12 @@ class Lifecycle:
 
     def _look_for_hangs(self) -> None:
         for stage in self.stages.values():
-            silence = self._time - stage.heard
-            used = stage.cpu_seconds - stage.cpu_when_heard
-            if stage.state is not StageState.READY or silence < self._limits.stall or used > _FLAT_CPU_SHARE * silence:
-                continue
-            how = f"hangs: no heartbeat and no CPU time for --stall-timeout {self._limits.stall:g} s"
-            self._on_loss(stage, how, "Please report it, with the log above.", (), StageState.STOPPED)
+            if stage.state is StageState.READY and self._time - stage.active >= self._limits.stall:
+                how = f"hangs: no heartbeat and no CPU time for --stall-timeout {self._limits.stall:g} s"
+                self._on_loss(stage, how, "Please report it, with the log above.", (), StageState.STOPPED)
+
+    def _mark_active(self, stage: Stage) -> None:
+        stage.active, stage.cpu_when_active = self._time, stage.cpu_seconds
 
     # ------------------------------------------------------------------ ending
 

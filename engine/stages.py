@@ -34,8 +34,8 @@ class Stage:
     restarts: int = 0
     serving: bool = False
     drained: bool = False
-    heard: float = 0.0  # when it last spoke, in the lifecycle's own time: a hang begins then
-    cpu_when_heard: float = 0.0
+    active: float = 0.0  # when it last spoke or computed, in the lifecycle's own time: a hang begins then
+    cpu_when_active: float = 0.0
 
     @property
     def title(self) -> str:

@@ -240,10 +240,8 @@ class Supervisor:
             process.kill(self._lifecycle.stages[address].pid)
             process.close()
         self._selector.close()
-        for outbox in self._outboxes.values():
-            outbox.close()
         self._inbox.close()
-        self._context.close(linger=0)
+        self._context.close(linger=0)  # with the outboxes: nobody is left to read what they hold
 
 
 def _write_atomically(path: Path, text: str) -> None:
