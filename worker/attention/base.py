@@ -1,0 +1,37 @@
+"""What a model asks of attention."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from worker.batch import StepBatch
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Sizes of the attention layers and of their KV memory."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int, ...]  # per layer; 0 = full attention, W = the last W positions, itself included
+    page_size: int
+    num_pages: int
+    dtype: "torch.dtype"  # of K, V and activations
+
+
+class AttentionBackend(Protocol):
+    """Owns the KV memory; `plan` once a step, then `run` for each layer in order."""
+
+    def plan(self, batch: StepBatch) -> None:
+        """Take in the step's rows. Nothing of an earlier step is kept."""
+
+    def run(self, layer: int, q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor") -> "torch.Tensor":
+        """Write K and V of the step's T tokens into their pages, then attend causally, scaled by 1/√head_dim.
+
+        q [N, heads, d], k and v [N, kv_heads, d], already rotated, in the backend's dtype; N ≥ T, rows from
+        T on are padding. Returns [N, heads × d] in the same dtype; padding rows are zero.
+        """

@@ -1,0 +1,42 @@
+"""Arithmetic of the cpu device: oneDNN for matrix products, numba for the rest."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worker.layers import kernels
+from worker.layers.gemm import GemmRule
+
+
+def bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The tensor's memory as kernels want it: float32, or bfloat16 bits as uint16. No copy."""
+    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+class CpuOps:
+    """See `Ops`; float32 and bfloat16."""
+
+    def __init__(self, gemm: GemmRule) -> None:
+        self.gemm = gemm
+        self.row_multiple = gemm.multiple
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        return self.gemm.pack(weight)
+
+    def linear(self, x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+        return self.gemm(x, packed)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        kernels.rms_norm(bits(x), bits(weight), np.float32(eps), bits(out))
+        return out
+
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        kernels.rotate(bits(x), positions.numpy(), cos.numpy(), sin.numpy())
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        kernels.silu_mul(bits(gate_up), bits(out))
+        return out

@@ -1,0 +1,118 @@
+"""Scalar building blocks of the numba kernels, in float32 with every rounding spelled out.
+
+No kernel uses `fastmath`: additions happen in the order written and a fused multiply-add is fused because
+we say so, so a row's bits do not depend on how the compiler vectorised the loop around it.
+
+bfloat16 arrays reach numba as uint16; `widen` and `narrow` convert. numba invalidates its cache by the file
+of the kernel alone: after editing this file, touch the files that hold kernels.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
+
+KernelT = TypeVar("KernelT", bound=Callable[..., None])
+
+FLOAT = ir.FloatType()
+LOG2_E = np.float32(1.44269504088896341)
+LN_2_HIGH = np.float32(0.693359375)  # few bits, so that n × LN_2_HIGH is exact
+LN_2_LOW = np.float32(-2.12194440e-4)
+ROUND_MAGIC = np.float32(12582912.0)  # 1.5 × 2²³: adding it leaves no room for a fraction
+EXP_LOWEST = np.float32(-87.0)
+EXP_HIGHEST = np.float32(88.0)
+EXP_2 = np.float32(0.5)
+EXP_3 = np.float32(1.6666665459e-1)
+EXP_4 = np.float32(4.1665795894e-2)
+EXP_5 = np.float32(8.3334519073e-3)
+EXP_6 = np.float32(1.3981999507e-3)
+EXP_7 = np.float32(1.9875691500e-4)
+ONE = np.float32(1.0)
+ZERO = np.float32(0.0)
+
+
+def kernel(function: KernelT) -> KernelT:
+    """Compile a parallel kernel without the GIL; machine code is cached beside the file or in the user cache."""
+    compiled: KernelT = numba.njit(parallel=True, nogil=True, cache=True)(function)
+    return compiled
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+    """a × b + c with one rounding."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def float_of_bits(typing_context: Any, bits: Any) -> Any:
+    """The float32 with these 32 bits."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], FLOAT)
+
+    return types.float32(types.int32), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def bits_of_float(typing_context: Any, value: Any) -> Any:
+    """The 32 bits of a float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), codegen
+
+
+def widen(value: Any) -> Any:
+    """float32 of a float32 or of bfloat16 bits (uint16); exact."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(widen, inline="always")  # type: ignore[untyped-decorator]
+def _widen(value: Any) -> Any:
+    def bfloat16(value: Any) -> Any:
+        return float_of_bits(np.int32(np.uint32(value) << np.uint32(16)))
+
+    def float32(value: Any) -> Any:
+        return value
+
+    return {types.uint16: bfloat16, types.float32: float32}.get(value)
+
+
+def narrow(value: Any, like: Any) -> Any:
+    """A float32 in the element type of `like`: itself, or bfloat16 bits rounded to nearest even."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(narrow, inline="always")  # type: ignore[untyped-decorator]
+def _narrow(value: Any, like: Any) -> Any:
+    def bfloat16(value: Any, like: Any) -> Any:
+        bits = bits_of_float(value)
+        rounded = np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+        return rounded if value == value else np.uint16(0x7FC0)  # a NaN must not round to infinity
+
+    def float32(value: Any, like: Any) -> Any:
+        return value
+
+    return {types.uint16: bfloat16, types.float32: float32}.get(like.dtype)
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def exp(x: Any) -> Any:
+    """e^x of a float32 within 1 ulp or so, x clamped to [-87, 88]; NaN stays NaN.
+
+    Range reduction and polynomial of Cephes' expf (Moshier).
+    """
+    x = min(max(x, EXP_LOWEST), EXP_HIGHEST)
+    n = fma(x, LOG2_E, ROUND_MAGIC) - ROUND_MAGIC
+    r = fma(n, -LN_2_LOW, fma(n, -LN_2_HIGH, x))
+    p = fma(fma(fma(fma(fma(EXP_7, r, EXP_6), r, EXP_5), r, EXP_4), r, EXP_3), r, EXP_2)
+    return fma(p, r * r, r + ONE) * float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))

@@ -1,0 +1,30 @@
+"""The arithmetic that layers stand on; one implementation for each kind of device."""
+
+from typing import Protocol
+
+import torch
+
+
+class Ops(Protocol):
+    """Row-wise arithmetic under the law: the bits of a row do not depend on the rows around it.
+
+    Matrices are [N, features] in the model's dtype, with N a multiple of `row_multiple`: the model pads once.
+    Each result is computed in float32 and rounded once.
+    """
+
+    row_multiple: int
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight [out, in] as `linear` wants it. The original may be freed."""
+
+    def linear(self, x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+        """x [N, in] × weightᵀ → [N, out], in the dtype of x, which is the weight's."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / √(mean(x²) + eps) × weight over the last dimension (Zhang & Sennrich 2019)."""
+
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Rotate x [N, heads, d] in place by cos, sin [max_position, d/2] float32; positions [T ≤ N] int32."""
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) × up of [N, 2i] = gate | up → [N, i]."""

@@ -1,0 +1,39 @@
+"""Reference arithmetic: plain PyTorch in float32, row by row."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - everyone's name for it
+
+
+class ReferenceOps:
+    """Each row is a computation of its own, of the same shape every time; so the law holds by construction."""
+
+    row_multiple = 1
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.float()
+
+    def linear(self, x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+        return _by_row(lambda row: F.linear(row, packed), x)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return _by_row(lambda row: row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + eps) * weight.float(), x)
+
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        for row, position in zip(x, positions.tolist(), strict=False):
+            a, b = row.float().chunk(2, dim=-1)
+            c, s = cos[position], sin[position]
+            row.copy_(torch.cat([a * c - b * s, b * c + a * s], dim=-1))
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        def activate(row: torch.Tensor) -> torch.Tensor:
+            gate, up = row.chunk(2, dim=-1)
+            return F.silu(gate) * up
+
+        return _by_row(activate, gate_up)
+
+
+def _by_row(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """`function` of each row [features] in float32, on aligned memory of its own; back in the dtype of x."""
+    return torch.stack([function(row.to(torch.float32, copy=True)) for row in x]).to(x.dtype)

@@ -1,0 +1,116 @@
+"""Rotary position embedding (Su et al. 2021) and its context extensions, as tables of cos and sin."""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from proto.model import RopeConfig
+from worker.layers.ops import Ops
+
+
+class Rope:
+    """Tables [max_position, head_dim/2] float32, looked up by absolute position."""
+
+    def __init__(self, ops: Ops, config: RopeConfig, head_dim: int, max_position: int) -> None:
+        self._ops = ops
+        self.cos, self.sin = tables(config, head_dim, max_position)
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> None:
+        """Rotate q [N, heads, d] and k [N, kv_heads, d] in place; positions [T ≤ N] int32."""
+        self._ops.rotate(q, positions, self.cos, self.sin)
+        self._ops.rotate(k, positions, self.cos, self.sin)
+
+
+def tables(config: RopeConfig, head_dim: int, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [max_position, head_dim/2] float32, scaled by the attention factor of YaRN.
+
+    Angles are rounded to float32 as Hugging Face's are; their cos and sin are exact to float32, whatever the
+    length of the table. Raises ValueError for an unknown type.
+    """
+    if config.type not in _ANGLES:
+        raise ValueError(f"rope type {config.type!r} is not one of {', '.join(_ANGLES)}")
+    angles = _ANGLES[config.type](config, head_dim, torch.arange(max_position, dtype=torch.float32))
+    factor = _yarn_attention_factor(config) if config.type == "yarn" else 1.0
+    exact = angles.double()
+    return (exact.cos() * factor).float(), (exact.sin() * factor).float()
+
+
+def _inverse_frequencies(theta: float, head_dim: int) -> torch.Tensor:
+    """theta^(-2i/d), [d/2] float32."""
+    return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+
+
+def _default(config: RopeConfig, head_dim: int, positions: torch.Tensor) -> torch.Tensor:
+    return positions[:, None] * _inverse_frequencies(config.theta, head_dim)
+
+
+def _linear(config: RopeConfig, head_dim: int, positions: torch.Tensor) -> torch.Tensor:
+    """Position interpolation (Chen et al. 2023): all frequencies divided by the factor."""
+    return positions[:, None] * (_inverse_frequencies(config.theta, head_dim) / config.factor)
+
+
+def _dynamic(config: RopeConfig, head_dim: int, positions: torch.Tensor) -> torch.Tensor:
+    """Dynamic NTK: beyond the trained length the base grows with the length of the sequence.
+
+    Which length is a matter of definition. Hugging Face takes that of the current call, so that a prompt's keys
+    depend on how it was cut into calls. Here a position p is always rotated for a sequence of p + 1 tokens: a
+    function of the position alone, which chunking and the prefix cache require. It equals Hugging Face for every
+    position within the trained length, and beyond it for tokens that are fed one at a time (generation); it
+    differs where Hugging Face prefills a prompt longer than the trained length in one call.
+    """
+    length = positions.double() + 1
+    trained = config.original_max_position
+    grown = (config.factor * length / trained) - (config.factor - 1)
+    base = torch.where(length > trained, config.theta * grown ** (head_dim / (head_dim - 2)), config.theta)
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return positions[:, None] * (1.0 / base[:, None] ** exponent).float()
+
+
+def _llama3(config: RopeConfig, head_dim: int, positions: torch.Tensor) -> torch.Tensor:
+    """Llama 3.1: long waves are divided by the factor, short ones kept, those between interpolated."""
+    frequencies = _inverse_frequencies(config.theta, head_dim)
+    wavelengths = 2 * math.pi / frequencies
+    trained, low, high = config.original_max_position, config.low_freq_factor, config.high_freq_factor
+    kept = (trained / wavelengths - low) / (high - low)  # 1 at the short end, 0 at the long end
+    kept = kept.clamp(0, 1)
+    return positions[:, None] * ((1 - kept) * frequencies / config.factor + kept * frequencies)
+
+
+def _yarn(config: RopeConfig, head_dim: int, positions: torch.Tensor) -> torch.Tensor:
+    """YaRN (Peng et al. 2023), "NTK by parts": interpolate dimensions that turn rarely over the trained length."""
+    frequencies = _inverse_frequencies(config.theta, head_dim)
+
+    def dimension(rotations: float) -> float:
+        """The (fractional) dimension that turns this often over the trained length."""
+        return head_dim * math.log(config.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    interpolated = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return positions[:, None] * (frequencies / config.factor * interpolated + frequencies * (1 - interpolated))
+
+
+def _yarn_attention_factor(config: RopeConfig) -> float:
+    """Factor on cos and sin, that is √ of the temperature on attention logits."""
+
+    def scale(mscale: float) -> float:
+        return 0.1 * mscale * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0
+
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return scale(config.mscale) / scale(config.mscale_all_dim)
+    return scale(1.0)
+
+
+_ANGLES: dict[str, Callable[[RopeConfig, int, torch.Tensor], torch.Tensor]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

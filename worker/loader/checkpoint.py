@@ -1,0 +1,25 @@
+"""What the loader asks of a checkpoint, whatever its file format."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor that a file holds."""
+
+    shape: tuple[int, ...]
+    dtype: str  # the format's own spelling
+    floating: bool  # holds real numbers that can be read as float32 or bfloat16
+    file: str
+
+
+class Checkpoint(Protocol):
+    """Tensors by name. Opening reads headers only; each tensor is read when asked for."""
+
+    tensors: dict[str, TensorInfo]
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor in the shape that `tensors` says, float32, bfloat16 or float16. Raises LoadError."""

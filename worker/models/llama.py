@@ -1,0 +1,195 @@
+"""The Llama decoder (Touvron et al. 2023) and the families that differ from it by a flag.
+
+- Llama 2, 3, 3.1, 3.2, SmolLM2: as it stands; they differ in sizes, tied embeddings and RoPE scaling.
+- Mistral: layers that attend to a window of the last W positions (`windows`).
+- Qwen2, Qwen2.5: biases on q, k and v (`qkv_bias`).
+- Qwen3: RMSNorm on each head of q and k before RoPE (`qk_norm`).
+
+Shapes: N tokens (padded), H query heads, K key/value heads, D head size.
+"""
+
+import torch
+
+from proto.model import ModelConfig
+from worker.attention.base import AttentionBackend
+from worker.layers.embedding import Embedding, Head
+from worker.layers.gemm import GemmShape
+from worker.layers.linear import Linear
+from worker.layers.norm import RMSNorm
+from worker.layers.ops import Ops
+from worker.layers.parameter import Parameter
+from worker.layers.rope import Rope
+
+
+class Attention:
+    """Grouped-query self-attention (Ainslie et al. 2023) with rotary positions."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, layer: int, *, dtype: torch.dtype) -> None:
+        self.layer = layer
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.qkv = Linear(
+            ops, config.hidden_size, {"q": q_size, "k": kv_size, "v": kv_size}, bias=config.qkv_bias, dtype=dtype
+        )
+        self.o = Linear(ops, q_size, {"o": config.hidden_size}, bias=config.out_bias, dtype=dtype)
+        self.q_norm = RMSNorm(ops, self.head_dim, config.norm_eps, dtype=dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(ops, self.head_dim, config.norm_eps, dtype=dtype) if config.qk_norm else None
+
+    def parameters(self, prefix: str) -> list[Parameter]:
+        found = self.qkv.parameters(prefix) + self.o.parameters(prefix)
+        if self.q_norm is not None and self.k_norm is not None:
+            found += self.q_norm.parameters(f"{prefix}.q_norm") + self.k_norm.parameters(f"{prefix}.k_norm")
+        return found
+
+    def __call__(
+        self, x: torch.Tensor, positions: torch.Tensor, rope: Rope, attention: AttentionBackend
+    ) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(x.shape[0], -1, self.head_dim).split([self.heads, self.kv_heads, self.kv_heads], 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        rope(q, k, positions)
+        return self.o(attention.run(self.layer, q, k, v))
+
+
+class MLP:
+    """SwiGLU (Shazeer 2020): down(silu(gate(x)) × up(x))."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, *, dtype: torch.dtype) -> None:
+        self.ops = ops
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up = Linear(ops, hidden, {"gate": inner, "up": inner}, bias=config.mlp_bias, dtype=dtype)
+        self.down = Linear(ops, inner, {"down": hidden}, bias=config.mlp_bias, dtype=dtype)
+
+    def parameters(self, prefix: str) -> list[Parameter]:
+        return self.gate_up.parameters(prefix) + self.down.parameters(prefix)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.ops.silu_mul(self.gate_up(x)))
+
+
+class Layer:
+    """One transformer block: attention, then MLP, each behind a norm and around a residual."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, layer: int, *, dtype: torch.dtype) -> None:
+        self.attention_norm = RMSNorm(ops, config.hidden_size, config.norm_eps, dtype=dtype)
+        self.attention = Attention(config, ops, layer, dtype=dtype)
+        self.mlp_norm = RMSNorm(ops, config.hidden_size, config.norm_eps, dtype=dtype)
+        self.mlp = MLP(config, ops, dtype=dtype)
+
+    def parameters(self, prefix: str) -> list[Parameter]:
+        return [
+            *self.attention_norm.parameters(f"{prefix}.attention_norm"),
+            *self.attention.parameters(f"{prefix}.attention"),
+            *self.mlp_norm.parameters(f"{prefix}.mlp_norm"),
+            *self.mlp.parameters(f"{prefix}.mlp"),
+        ]
+
+    def pack(self) -> None:
+        for linear in (self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down):
+            linear.pack()
+
+    def __call__(
+        self, x: torch.Tensor, positions: torch.Tensor, rope: Rope, attention: AttentionBackend
+    ) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), positions, rope, attention)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama:
+    """Embedding, layers, norm, head."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, *, dtype: torch.dtype, max_position: int) -> None:
+        """Weights are allocated, not set: fill `parameters()`, then call `pack()`. Raises ValueError for the config."""
+        if config.hidden_act != "silu":
+            raise ValueError(f"hidden_act {config.hidden_act!r} is not supported, only silu")
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.layers = [Layer(config, ops, layer, dtype=dtype) for layer in range(config.num_layers)]
+        self.norm = RMSNorm(ops, config.hidden_size, config.norm_eps, dtype=dtype)
+        self.head = Head(ops, config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings, dtype=dtype)
+        self.rope = Rope(ops, config.rope, config.head_dim, max_position)
+
+    def parameters(self) -> list[Parameter]:
+        """Every tensor that a checkpoint must fill; a tied head has none of its own."""
+        found = self.embedding.parameters("embedding")
+        for index, layer in enumerate(self.layers):
+            found += layer.parameters(f"layers.{index}")
+        return found + self.norm.parameters("norm") + self.head.parameters("head")
+
+    def pack(self) -> None:
+        """Once every parameter is filled: lay weights out as the device wants them."""
+        for layer in self.layers:
+            layer.pack()
+        self.head.pack(self.embedding.weight)
+
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        """ids [N], positions [T ≤ N] int32 → hidden states [N, hidden] before the last norm."""
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x, positions, self.rope, attention)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, hidden] → [N, vocab] float32."""
+        return self.head(self.norm(hidden))
+
+
+def gemm_shapes(config: ModelConfig, dtype: torch.dtype, tokens: int, sampled: int) -> list[GemmShape]:
+    """Every matrix product above, in steps of up to `tokens` tokens and `sampled` rows of logits."""
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return [
+        GemmShape(q_size + 2 * kv_size, hidden, dtype, tokens),
+        GemmShape(hidden, q_size, dtype, tokens),
+        GemmShape(2 * inner, hidden, dtype, tokens),
+        GemmShape(hidden, inner, dtype, tokens),
+        GemmShape(config.vocab_size, hidden, torch.float32, sampled),
+    ]
+
+
+# How checkpoints call the parameters: (ours, theirs), {} the number of the layer.
+HUGGING_FACE_NAMES = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+    "layers.{}.attention_norm.weight": "model.layers.{}.input_layernorm.weight",
+    "layers.{}.attention.q.weight": "model.layers.{}.self_attn.q_proj.weight",
+    "layers.{}.attention.q.bias": "model.layers.{}.self_attn.q_proj.bias",
+    "layers.{}.attention.k.weight": "model.layers.{}.self_attn.k_proj.weight",
+    "layers.{}.attention.k.bias": "model.layers.{}.self_attn.k_proj.bias",
+    "layers.{}.attention.v.weight": "model.layers.{}.self_attn.v_proj.weight",
+    "layers.{}.attention.v.bias": "model.layers.{}.self_attn.v_proj.bias",
+    "layers.{}.attention.o.weight": "model.layers.{}.self_attn.o_proj.weight",
+    "layers.{}.attention.o.bias": "model.layers.{}.self_attn.o_proj.bias",
+    "layers.{}.attention.q_norm.weight": "model.layers.{}.self_attn.q_norm.weight",
+    "layers.{}.attention.k_norm.weight": "model.layers.{}.self_attn.k_norm.weight",
+    "layers.{}.mlp_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "layers.{}.mlp.gate.weight": "model.layers.{}.mlp.gate_proj.weight",
+    "layers.{}.mlp.gate.bias": "model.layers.{}.mlp.gate_proj.bias",
+    "layers.{}.mlp.up.weight": "model.layers.{}.mlp.up_proj.weight",
+    "layers.{}.mlp.up.bias": "model.layers.{}.mlp.up_proj.bias",
+    "layers.{}.mlp.down.weight": "model.layers.{}.mlp.down_proj.weight",
+    "layers.{}.mlp.down.bias": "model.layers.{}.mlp.down_proj.bias",
+}
+GGUF_NAMES = {
+    "embedding.weight": "token_embd.weight",
+    "norm.weight": "output_norm.weight",
+    "head.weight": "output.weight",
+    "layers.{}.attention_norm.weight": "blk.{}.attn_norm.weight",
+    "layers.{}.attention.q.weight": "blk.{}.attn_q.weight",
+    "layers.{}.attention.q.bias": "blk.{}.attn_q.bias",
+    "layers.{}.attention.k.weight": "blk.{}.attn_k.weight",
+    "layers.{}.attention.k.bias": "blk.{}.attn_k.bias",
+    "layers.{}.attention.v.weight": "blk.{}.attn_v.weight",
+    "layers.{}.attention.v.bias": "blk.{}.attn_v.bias",
+    "layers.{}.attention.o.weight": "blk.{}.attn_output.weight",
+    "layers.{}.attention.o.bias": "blk.{}.attn_output.bias",
+    "layers.{}.attention.q_norm.weight": "blk.{}.attn_q_norm.weight",
+    "layers.{}.attention.k_norm.weight": "blk.{}.attn_k_norm.weight",
+    "layers.{}.mlp_norm.weight": "blk.{}.ffn_norm.weight",
+    "layers.{}.mlp.gate.weight": "blk.{}.ffn_gate.weight",
+    "layers.{}.mlp.gate.bias": "blk.{}.ffn_gate.bias",
+    "layers.{}.mlp.up.weight": "blk.{}.ffn_up.weight",
+    "layers.{}.mlp.up.bias": "blk.{}.ffn_up.bias",
+    "layers.{}.mlp.down.weight": "blk.{}.ffn_down.weight",
+    "layers.{}.mlp.down.bias": "blk.{}.ffn_down.bias",
+}

@@ -1,0 +1,134 @@
+"""The forward pass on torch: devices "cpu" and "reference"."""
+
+import os
+from collections.abc import Callable
+
+# Between its parallel regions torch's OpenMP spins for milliseconds, on cores that our own kernels and the other
+# stages need. It reads this when it is loaded.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+import numba
+import numpy as np
+import torch
+
+from proto.config import WorkerOptions
+from worker.attention.base import AttentionBackend, AttentionShape
+from worker.attention.cpu import CpuAttention
+from worker.attention.pool import PoolSize, size_pool
+from worker.attention.reference import ReferenceAttention
+from worker.batch import StepBatch
+from worker.layers.cpu_ops import CpuOps
+from worker.layers.gemm import find_rule
+from worker.layers.ops import Ops
+from worker.layers.reference_ops import ReferenceOps
+from worker.law import check_law
+from worker.loader.errors import LoadError
+from worker.loader.load import fill_dummy, load_checkpoint
+from worker.models import FAMILIES
+from worker.models.llama import Llama, gemm_shapes
+
+Progress = Callable[[str, int, int], None]
+
+DEVICES = ("cpu", "reference")
+
+
+class TorchForward:
+    """See `worker.forward.Forward`. Build it with `load`."""
+
+    def __init__(
+        self, options: WorkerOptions, model: Llama, attention: AttentionBackend, ops: Ops, pool: PoolSize, dtype: torch.dtype
+    ) -> None:
+        config = options.manifest.config
+        self.num_pages = pool.num_pages
+        self.page_size = options.page_size
+        self.max_model_len = pool.max_model_len
+        self.vocab_size = config.vocab_size
+        self.kv_bytes_per_token = config.kv_bytes_per_token(dtype.itemsize)
+        self.device = options.device
+        self.dtype = str(dtype).removeprefix("torch.")
+        self._model = model
+        self._attention = attention
+        self._row_multiple = ops.row_multiple
+
+    @classmethod
+    def load(cls, options: WorkerOptions, progress: Progress) -> "TorchForward":
+        """Read weights, allocate KV memory, compile what needs compiling, and check the law.
+
+        dtype "auto" is the checkpoint's own on these devices if bfloat16 or float32, and float32 for float16.
+        Raises LoadError, naming the file or the option.
+        """
+        if options.device not in DEVICES:
+            raise LoadError(f"device {options.device!r} is not one of {', '.join(DEVICES)}")
+        config = options.manifest.config
+        dtype = resolve_dtype(options.dtype, config.dtype)
+        threads = options.threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(threads)
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+        pool = size_pool(options, config.kv_bytes_per_token(dtype.itemsize))
+        shape = AttentionShape(
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            windows=config.windows,
+            page_size=options.page_size,
+            num_pages=pool.num_pages,
+            dtype=dtype,
+        )
+        ops: Ops
+        attention: AttentionBackend
+        if options.device == "reference":
+            ops, attention = ReferenceOps(), ReferenceAttention(shape)
+        else:
+            progress("checking matrix products", 0, 0)
+            ops = CpuOps(find_rule(gemm_shapes(config, dtype, options.max_num_batched_tokens, options.max_num_seqs)))
+            attention = CpuAttention(shape, threads)
+        model = _model(options, ops, dtype, pool.max_model_len, progress)
+        forward = cls(options, model, attention, ops, pool, dtype)
+        progress("compiling kernels and checking that outputs do not depend on the batch", 0, 0)
+        check_law(forward)
+        return forward
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Write this step's K/V into the pages and return logits [S, vocab] float32 of `batch.logit_tokens`."""
+        self._attention.plan(batch)
+        ids = self._padded(torch.from_numpy(batch.token_ids))
+        hidden = self._model.hidden(ids, torch.from_numpy(batch.positions), self._attention)
+        sampled = len(batch.logit_tokens)
+        if not sampled:
+            return torch.empty(0, self.vocab_size)
+        rows = self._padded(torch.from_numpy(batch.logit_tokens))
+        return self._model.logits(hidden[rows])[:sampled]
+
+    def _padded(self, indices: torch.Tensor) -> torch.Tensor:
+        """int32 [n] → with zeros up to a multiple of the rows that matrix products want."""
+        return torch.nn.functional.pad(indices, (0, -len(indices) % self._row_multiple))
+
+
+def resolve_dtype(wanted: str, checkpoint: str) -> torch.dtype:
+    """The dtype to compute in. Raises LoadError for float16, which CPUs compute slowly and these kernels not at all."""
+    if wanted == "auto":
+        return torch.bfloat16 if checkpoint == "bfloat16" else torch.float32
+    if wanted == "bfloat16":
+        return torch.bfloat16
+    if wanted == "float32":
+        return torch.float32
+    raise LoadError(f"dtype {wanted!r} is not supported on this device; use auto, bfloat16 or float32")
+
+
+def _model(options: WorkerOptions, ops: Ops, dtype: torch.dtype, max_position: int, progress: Progress) -> Llama:
+    manifest = options.manifest
+    family = FAMILIES.get(manifest.config.family)
+    if family is None:
+        raise LoadError(f"{manifest.source}: family {manifest.config.family!r} is not one of {', '.join(FAMILIES)}")
+    try:
+        model = family(manifest.config, ops, dtype=dtype, max_position=max_position)
+    except ValueError as error:
+        raise LoadError(f"{manifest.source}: {error}") from error
+    if options.load_format == "dummy":
+        fill_dummy(model.parameters(), options.seed)
+    else:
+        load_checkpoint(manifest, model.parameters(), progress)
+    model.pack()
+    return model
