@@ -1,0 +1,172 @@
+"""Who may enter: what can never run, what would come too late, and what fits now."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from proto.config import SchedulerOptions
+from proto.messages import Admit, RejectCode, WorkerFacts, column
+from scheduler.policy import OutputLengths, PrefillSpeed, Thrash
+from scheduler.request import ID_BYTES, Request
+from scheduler.running import Running
+
+_MIN_RETRY_MS, _MAX_RETRY_MS = 100, 30_000
+
+
+class Verdict(Enum):
+    FITS = 0
+    LONG = 1  # waits for the long prefill of its class to end
+    BUDGET = 2  # waits for a step with room for its whole prompt
+    PAGES = 3  # waits for pages
+    LATE = 4  # cannot finish its prefill before its deadline
+    PINNED = 5  # nothing runs, and still too few pages: pins hold them
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    code: RejectCode
+    field: str
+    message: str
+    retry_after_ms: int = 0
+
+
+class Admission:
+    """Decides; changes nothing but the paths of requests that it matches against the prefix tree."""
+
+    def __init__(self, options: SchedulerOptions, facts: WorkerFacts, running: Running, budget: int) -> None:
+        self._options = options
+        self._facts = facts
+        self._running = running
+        self._budget = budget
+        self._long_tokens = max(budget // 2, 1)
+        self.lengths = OutputLengths()
+        self.speed = PrefillSpeed()
+        self.thrash = Thrash()
+
+    def never(self, admit: Admit) -> Refusal | None:
+        """Why this request could not run on an empty machine, if so."""
+        prompt = len(admit.prompt_ids) // ID_BYTES
+        longest = prompt + admit.max_new_tokens
+        if prompt == 0:
+            return Refusal(RejectCode.INVALID, "prompt", "the prompt has no token")
+        ids = column(admit.prompt_ids + admit.output_ids)
+        lowest, highest = int(ids.min()), int(ids.max())
+        if lowest < 0 or highest >= self._facts.vocab_size:
+            bad = lowest if lowest < 0 else highest
+            return Refusal(
+                RejectCode.INVALID, "prompt", f"token id {bad} is outside 0..{self._facts.vocab_size - 1} (vocabulary)"
+            )
+        if longest > self._facts.max_model_len:
+            return Refusal(
+                RejectCode.INVALID,
+                "max_new_tokens",
+                f"prompt ({prompt} tokens) + max_new_tokens ({admit.max_new_tokens}) = {longest} exceeds "
+                f"max_model_len ({self._facts.max_model_len})",
+            )
+        # The last id is never fed back, so its K/V need no room.
+        pages = self._running.pool.pages_of(max(longest - 1, prompt))
+        if pages > self._facts.num_pages:
+            return Refusal(
+                RejectCode.INVALID,
+                "max_new_tokens",
+                f"prompt ({prompt} tokens) + max_new_tokens ({admit.max_new_tokens}) needs {pages} KV pages of "
+                f"{self._facts.page_size} tokens; the worker has {self._facts.num_pages}",
+            )
+        if not self._options.chunked_prefill and prompt > self._budget:
+            return Refusal(
+                RejectCode.INVALID,
+                "prompt",
+                f"the prompt has {prompt} tokens; without chunked prefill max_num_batched_tokens "
+                f"({self._budget}) is the limit",
+            )
+        return None
+
+    def queue_full(self, waiting: int, waiting_tokens: int) -> Refusal | None:
+        if waiting < self._options.max_queue:
+            return None
+        wait_ms = self.speed.duration(waiting_tokens) // 1_000_000
+        return Refusal(
+            RejectCode.EXHAUSTED,
+            "",
+            f"{waiting} requests wait; max_queue is {self._options.max_queue}",
+            retry_after_ms=min(max(wait_ms, _MIN_RETRY_MS), _MAX_RETRY_MS),
+        )
+
+    def late(self, request: Request, now: int) -> Refusal | None:
+        """Refusal when the deadline has passed, or comes before a prefill at the measured speed could end."""
+        if not request.deadline:
+            return None
+        left = request.deadline - now
+        if left <= 0:
+            return Refusal(
+                RejectCode.DEADLINE, "", f"the deadline passed {-left / 1e6:.0f} ms ago, before it could run"
+            )
+        uncached = request.tokens - len(request.path) * self._facts.page_size
+        needed = self.speed.duration(uncached)
+        if request.opened or needed <= left:
+            return None
+        return Refusal(
+            RejectCode.DEADLINE,
+            "",
+            f"prefill of {uncached} tokens takes {needed / 1e6:.0f} ms; {left / 1e6:.0f} ms are left",
+        )
+
+    def pinned(self, request: Request) -> Refusal:
+        """Nothing runs, and yet the request finds too few pages: only pins can hold them."""
+        pool = self._running.pool
+        return Refusal(
+            RejectCode.EXHAUSTED,
+            "",
+            f"the prompt needs {pool.pages_of(request.tokens)} KV pages; pinned prefixes leave "
+            f"{pool.available} of {pool.num_pages}",
+            retry_after_ms=_MAX_RETRY_MS,
+        )
+
+    def is_long(self, tokens: int) -> bool:
+        """Whether a prefill of so many uncached tokens takes more than half a step."""
+        return tokens > self._long_tokens
+
+    def match(self, request: Request) -> int:
+        """Look the request up in the prefix tree as it is now; returns the tokens left to prefill.
+
+        At least the last id is always computed, since its logits are wanted.
+        """
+        tokens = request.tokens
+        self._running.tree.match(request.path, request.ids, tokens - 1)
+        return tokens - len(request.path) * self._facts.page_size
+
+    def fits(self, request: Request, budget: int, now: int) -> Verdict:
+        """Whether to place a waiting request in this step, which has room for `budget` more tokens."""
+        uncached = self.match(request)
+        if request.deadline and self.late(request, now) is not None:
+            return Verdict.LATE
+        if self.is_long(uncached) and any(
+            other.long and other.work_class is request.work_class for other in self._running.prefills
+        ):
+            return Verdict.LONG
+        if not self._options.chunked_prefill and budget < uncached <= self._budget:
+            return Verdict.BUDGET
+        return self._pages(request)
+
+    def _pages(self, request: Request) -> Verdict:
+        running, pool = self._running, self._running.pool
+        path = request.path.pages
+        revived = int(np.count_nonzero(pool.users[path] == 0)) if path else 0
+        needed = pool.pages_of(request.tokens) - len(path)
+        left = pool.available - revived - needed
+        if not running.count:
+            return Verdict.FITS if left >= 0 else Verdict.PINNED
+        headroom = self.thrash.headroom(pool.num_pages)
+        if left < headroom:
+            return Verdict.PAGES
+        expected = self.expected_pages(request)
+        if running.committed + expected <= pool.num_pages:
+            return Verdict.FITS
+        return Verdict.FITS if running.peak_with(request, expected) <= pool.num_pages - headroom else Verdict.PAGES
+
+    def expected_pages(self, request: Request) -> int:
+        """Pages that the request is expected to hold at its end, shared ones included."""
+        limit = request.max_len - request.prompt_len
+        output = self.lengths.expect(request.work_class, request.resumed, limit)
+        return self._running.pool.pages_of(max(request.prompt_len + output - 1, request.tokens))

@@ -1,0 +1,207 @@
+"""What leaves the scheduler besides plans: collected as it happens, built into messages when the plan is out."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from proto.ids import StageKind
+from proto.messages import I32, U8, U32, U64, Emit, Finish, Message, Timing
+from scheduler.pages import I32Array
+from scheduler.request import Request
+from scheduler.rows import RowView
+
+Outgoing = tuple[StageKind, int, Message]  # to whom, and what
+
+_NO_COLUMNS = (b"", b"", b"")
+
+
+@dataclass(slots=True)
+class End:
+    """A row of a step that ends its request."""
+
+    row: int
+    finish: Finish
+    matched: int = -1
+    matched_eos: bool = False
+
+
+@dataclass(slots=True)
+class StepRows:
+    """Rows of one result that count, in order; columns parallel to the view's."""
+
+    step: int
+    view: RowView
+    starts: I32Array
+    ids: I32Array
+    ends: list[End] = field(default_factory=list)
+    openings: list[tuple[int, bytes, Timing]] = field(default_factory=list)
+    logprobs: list[tuple[int, bytes]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class BareRow:
+    """The end of a request that this step gave no token."""
+
+    request: Request
+    end: End
+    opening: tuple[bytes, Timing] | None
+
+
+class Outbound:
+    """Everything to be sent, in the order in which `build` returns it."""
+
+    def __init__(self) -> None:
+        self._messages: list[Outgoing] = []
+        self._steps: list[StepRows] = []
+        self._bare: dict[int, list[BareRow]] = defaultdict(list)  # by detokenizer
+        self._closed: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (rid, attempt) by detokenizer
+        self._bare_step = 0
+
+    def send(self, kind: StageKind, index: int, message: Message) -> None:
+        self._messages.append((kind, index, message))
+
+    def rows(self, rows: StepRows) -> None:
+        self._steps.append(rows)
+
+    def bare(self, step: int, row: BareRow) -> None:
+        self._bare_step = step
+        self._bare[row.request.detokenizer].append(row)
+
+    def close(self, request: Request) -> None:
+        """The detokenizer has this request open and gets no end for it."""
+        self._closed[request.detokenizer].append((request.rid, request.attempt))
+
+    def build(self, detokenizers: int) -> list[Outgoing]:
+        """The messages of everything since the last call."""
+        built = self._messages
+        self._messages = []
+        for rows in self._steps:
+            if detokenizers == 1:
+                built.append((StageKind.DETOKENIZER, 0, self._emit(rows, 0)))
+            else:
+                built.extend((StageKind.DETOKENIZER, index, self._emit(part, index)) for index, part in _split(rows))
+        self._steps.clear()
+        for index, bare in self._bare.items():
+            built.append((StageKind.DETOKENIZER, index, _bare_emit(self._bare_step, bare)))
+        self._bare.clear()
+        for index in list(self._closed):
+            rids, attempts = self._take_closed(index)
+            built.append((StageKind.DETOKENIZER, index, _empty_emit(self._bare_step, rids, attempts)))
+        return built
+
+    def _take_closed(self, detokenizer: int) -> tuple[bytes, bytes]:
+        if not self._closed:
+            return b"", b""
+        closed = self._closed.pop(detokenizer, [])
+        rids, attempts = [rid for rid, _ in closed], [attempt for _, attempt in closed]
+        return np.array(rids, U64).tobytes(), np.array(attempts, U32).tobytes()
+
+    def _emit(self, rows: StepRows, detokenizer: int) -> Emit:
+        view = rows.view
+        finishes, matched, matched_eos = _end_columns(rows.ends, len(view)) if rows.ends else _NO_COLUMNS
+        closed_rids, closed_attempts = self._take_closed(detokenizer)
+        return Emit(
+            step=rows.step,
+            rids=view.rid_bytes(),
+            attempts=view.attempt_bytes(),
+            indexes=b"",
+            starts=rows.starts.tobytes(),
+            counts=b"",
+            ids=rows.ids.tobytes(),
+            finishes=finishes,
+            matched=matched,
+            matched_eos=matched_eos,
+            openings=tuple(rows.openings),
+            logprobs=tuple(rows.logprobs),
+            closed_rids=closed_rids,
+            closed_attempts=closed_attempts,
+        )
+
+
+def _end_columns(ends: list[End], count: int) -> tuple[bytes, bytes, bytes]:
+    """finishes, matched and matched_eos; the latter two are empty when nothing matched."""
+    finishes = np.zeros(count, U8)
+    rows = [end.row for end in ends]
+    finishes[rows] = [end.finish for end in ends]
+    stops = [end for end in ends if end.matched >= 0]
+    if not stops:
+        return finishes.tobytes(), b"", b""
+    matched = np.full(count, -1, I32)
+    matched_eos = np.zeros(count, U8)
+    for end in stops:
+        matched[end.row] = end.matched
+        matched_eos[end.row] = end.matched_eos
+    return finishes.tobytes(), matched.tobytes(), matched_eos.tobytes()
+
+
+def _split(rows: StepRows) -> list[tuple[int, StepRows]]:
+    """A step's rows by detokenizer, row numbers made anew."""
+    parts = []
+    for index in np.unique(rows.view.detokenizers).tolist():
+        mask = rows.view.detokenizers == index
+        number: npt.NDArray[np.int64] = np.cumsum(mask) - 1
+        parts.append(
+            (
+                index,
+                StepRows(
+                    step=rows.step,
+                    view=rows.view.only(mask),
+                    starts=rows.starts[mask],
+                    ids=rows.ids[mask],
+                    ends=[
+                        End(int(number[end.row]), end.finish, end.matched, end.matched_eos)
+                        for end in rows.ends
+                        if mask[end.row]
+                    ],
+                    openings=[
+                        (int(number[row]), opening, timing) for row, opening, timing in rows.openings if mask[row]
+                    ],
+                    logprobs=[(int(number[row]), payload) for row, payload in rows.logprobs if mask[row]],
+                ),
+            )
+        )
+    return parts
+
+
+def _bare_emit(step: int, bare: list[BareRow]) -> Emit:
+    requests = [row.request for row in bare]
+    for number, row in enumerate(bare):
+        row.end.row = number
+    finishes, matched, matched_eos = _end_columns([row.end for row in bare], len(bare))
+    return Emit(
+        step=step,
+        rids=np.array([request.rid for request in requests], U64).tobytes(),
+        attempts=np.array([request.attempt for request in requests], U32).tobytes(),
+        indexes=b"",
+        starts=np.array([request.resumed for request in requests], I32).tobytes(),
+        counts=np.zeros(len(bare), I32).tobytes(),
+        ids=b"",
+        finishes=finishes,
+        matched=matched,
+        matched_eos=matched_eos,
+        openings=tuple((number, *row.opening) for number, row in enumerate(bare) if row.opening is not None),
+        logprobs=(),
+        closed_rids=b"",
+        closed_attempts=b"",
+    )
+
+
+def _empty_emit(step: int, closed_rids: bytes, closed_attempts: bytes) -> Emit:
+    return Emit(
+        step=step,
+        rids=b"",
+        attempts=b"",
+        indexes=b"",
+        starts=b"",
+        counts=b"",
+        ids=b"",
+        finishes=b"",
+        matched=b"",
+        matched_eos=b"",
+        openings=(),
+        logprobs=(),
+        closed_rids=closed_rids,
+        closed_attempts=closed_attempts,
+    )

@@ -1,0 +1,84 @@
+"""The scheduler's process: its inbox's messages into `Scheduler`, plans and messages out of it."""
+
+import time
+
+from engine.runtime.stage import Stage, is_ready
+from proto.channel import Address
+from proto.config import SchedulerOptions
+from proto.ids import StageKind
+from proto.messages import Message, StageInfo, StepPlan, WorkerFacts, World
+from scheduler.core import Scheduler
+
+_SMOOTHING = 1 / 64
+
+
+class WorkerLostError(RuntimeError):
+    """The worker that this scheduler planned for is gone, and its pages with it."""
+
+
+class SchedulerLoop:
+    """Implements `engine.runtime.stage.Handler`. The scheduler is built when its worker has told its facts."""
+
+    def __init__(self, stage: Stage) -> None:
+        options = stage.options
+        assert isinstance(options, SchedulerOptions)
+        self._stage = stage
+        self._options = options
+        self._scheduler: Scheduler | None = None
+        self._worker_incarnation = 0
+        self._worker = stage.outbox(Address(StageKind.WORKER, stage.address.index))
+        self._early: list[Message] = []  # came before the worker was ready
+        self._plan_ns = 0.0
+
+    def on_message(self, message: Message) -> None:
+        if isinstance(message, World):
+            self._watch_worker()
+        if self._scheduler is None:
+            if not isinstance(message, World):
+                self._early.append(message)
+            return
+        self._scheduler.on_message(message, time.monotonic_ns())
+
+    def step(self, now: int) -> float | None:
+        """Plans first; what others are told of the last step waits until they are on their way."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return None
+        while (plan := self._timed_plan(scheduler, now)) is not None:
+            self._worker.send(plan)
+        for kind, index, message in scheduler.outgoing():
+            self._stage.outbox(Address(kind, index)).send(message)
+        return None
+
+    def counters(self) -> dict[str, float]:
+        if self._scheduler is None:
+            return {}
+        return {**self._scheduler.counters(), "plan_us": self._plan_ns / 1e3}
+
+    def _timed_plan(self, scheduler: Scheduler, now: int) -> StepPlan | None:
+        begin = time.perf_counter_ns()
+        plan = scheduler.plan(now)
+        if plan is not None:
+            self._plan_ns += _SMOOTHING * (time.perf_counter_ns() - begin - self._plan_ns)
+        return plan
+
+    def _watch_worker(self) -> None:
+        worker = self._stage.find(StageKind.WORKER, self._stage.address.index)
+        if self._scheduler is None:
+            if worker is not None and is_ready(worker):
+                self._begin(worker)
+            return
+        if worker is None or worker.incarnation != self._worker_incarnation:
+            raise WorkerLostError(f"worker {self._stage.address.index} was replaced or is gone")
+
+    def _begin(self, worker: StageInfo) -> None:
+        assert isinstance(worker.facts, WorkerFacts)
+        self._worker_incarnation = worker.incarnation
+        scheduler = Scheduler(self._options, worker.facts, self._stage.config.incarnation)
+        self._worker.send(scheduler.reset)
+        now = time.monotonic_ns()
+        for message in (self._stage.world, *self._early):
+            scheduler.on_message(message, now)
+        self._early.clear()
+        self._scheduler = scheduler
+        self._stage.ready()

@@ -1,0 +1,112 @@
+"""Estimates that steer admission and preemption. All of them learn from what happened; none reads a clock."""
+
+import numpy as np
+import numpy.typing as npt
+
+from proto.messages import WorkClass
+from scheduler.pages import I32Array
+
+_LEARN = 1 / 32  # weight of a new observation in running means
+_PRIOR_LENGTH = 256.0  # output tokens expected of a class before any request has finished
+_MAX_CAUTION = 4.0
+_CAUTION_STEP = 0.5  # added by a preemption
+_CAUTION_DECAY = 1 / 64  # taken back by a finished request
+_MIN_SPEED_SAMPLE = 64  # tokens: smaller chunks measure the launch, not the prefill
+_THRASH_DECAY = 1 - 1 / 512  # per step
+_THRASH_FLOOR = 512.0  # tokens: a ratio of less work than this is noise
+_MAX_HEADROOM = 0.5
+
+
+class OutputLengths:
+    """Expected output of a request, by class of work: mean + caution × mean deviation of finished ones.
+
+    A preemption says that the estimates were too low, and raises the caution; finished requests lower it.
+    """
+
+    def __init__(self) -> None:
+        self._mean = dict.fromkeys(WorkClass, _PRIOR_LENGTH)
+        self._deviation = dict.fromkeys(WorkClass, _PRIOR_LENGTH / 2)
+        self.caution = 1.0
+
+    def finished(self, work_class: WorkClass, output: int) -> None:
+        mean = self._mean[work_class]
+        self._deviation[work_class] += _LEARN * (abs(output - mean) - self._deviation[work_class])
+        self._mean[work_class] = mean + _LEARN * (output - mean)
+        self.caution = max(0.0, self.caution - _CAUTION_DECAY)
+
+    def preempted(self) -> None:
+        self.caution = min(_MAX_CAUTION, self.caution + _CAUTION_STEP)
+
+    def expect(self, work_class: WorkClass, generated: int, limit: int) -> int:
+        """Output tokens that a request which has `generated` of at most `limit` will have at its end."""
+        expected = self._mean[work_class] + self.caution * self._deviation[work_class]
+        if generated >= expected:
+            expected = generated + max(generated / 4, 1)
+        return min(limit, int(expected) + 1)
+
+
+class PrefillSpeed:
+    """Prefilled tokens per second of the device, from steps with chunks; 0 until measured."""
+
+    def __init__(self) -> None:
+        self.tokens_per_second = 0.0
+
+    def measured(self, tokens: int, device_ns: int) -> None:
+        if tokens < _MIN_SPEED_SAMPLE or device_ns <= 0:
+            return
+        speed = tokens * 1e9 / device_ns
+        if self.tokens_per_second:
+            speed = self.tokens_per_second + 4 * _LEARN * (speed - self.tokens_per_second)
+        self.tokens_per_second = speed
+
+    def duration(self, tokens: int) -> int:
+        """ns that a prefill of so many tokens takes at least; 0 while nothing is known."""
+        return int(tokens * 1e9 / self.tokens_per_second) if self.tokens_per_second else 0
+
+
+class Thrash:
+    """Recomputed tokens per useful token, over the last hundreds of steps."""
+
+    def __init__(self) -> None:
+        self.preempted_tokens = 0  # over all time
+        self._preempted = 0.0
+        self._useful = 0.0
+
+    def step(self, useful: int) -> None:
+        self._preempted *= _THRASH_DECAY
+        self._useful = self._useful * _THRASH_DECAY + useful
+
+    def recomputed(self, tokens: int) -> None:
+        self.preempted_tokens += tokens
+        self._preempted += tokens
+
+    @property
+    def ratio(self) -> float:
+        return self._preempted / max(self._useful, _THRASH_FLOOR)
+
+    def headroom(self, num_pages: int) -> int:
+        """Pages that admission leaves free: the more is recomputed, the fewer requests may run."""
+        return int(min(self.ratio, _MAX_HEADROOM) * num_pages)
+
+
+def expected_peak(held: npt.NDArray[np.int64], growth: npt.NDArray[np.int64]) -> int:
+    """Most pages that rows will hold at once, if each grows by `growth` pages at equal speed and then leaves.
+
+    When the row with the k-th largest growth leaves, those before it still hold what they have, grown by as
+    much as it grew: the peak is the largest of these sums (as in the past-future scheduler, Gong et al. 2025).
+    """
+    order = np.argsort(-growth, kind="stable")
+    ranks = np.arange(1, growth.size + 1)
+    return int((np.cumsum(held[order]) + ranks * growth[order]).max(initial=0))
+
+
+def cheapest_victim(users: I32Array, pages: I32Array, starts: npt.NDArray[np.intp], weights: I32Array) -> int:
+    """Index of the row to preempt: the least recomputation, weighted by its class.
+
+    `pages` are the rows' pages one after another, row r from starts[r] on; a page with further users survives
+    the preemption and costs nothing, nor does it help. Rows that would free nothing come last; of equals, the
+    last one goes.
+    """
+    freed = np.add.reduceat((users[pages] == 1).astype(np.int64), starts)
+    cost = np.where(freed > 0, freed * weights, np.iinfo(np.int64).max)
+    return int(cost.size - 1 - np.argmin(cost[::-1]))

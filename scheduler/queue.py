@@ -1,0 +1,142 @@
+"""Waiting requests: three classes of work that share prefill by weight and age.
+
+Between classes: start-time fair queueing (Goyal et al. 1996) over prefilled tokens, with a credit for the
+age of a class's oldest request. Within a class: by arrival, where a level of priority is worth a fixed wait,
+so that low priorities come late but come. Long prefills have a lane of their own in each class: they wait for each
+other, and short ones pass them by.
+"""
+
+import heapq
+
+from proto.messages import WorkClass
+from scheduler.request import Request
+
+WEIGHTS = {WorkClass.CHAT: 8.0, WorkClass.AGENT: 4.0, WorkClass.BATCH: 1.0}
+AGE_CREDIT = 200.0  # weighted tokens per second of waiting
+PRIORITY_NS = 10_000_000_000  # one level of priority is worth ten seconds of waiting
+_MAX_PASSED = 4  # requests of a lane that one scan passes by
+_COMPACT_SLACK = 64
+
+Entry = tuple[int, int, Request]  # (virtual arrival, ticket, request)
+
+
+class Lane:
+    """A heap of waiting requests. Removal is lazy: an entry counts while the request holds its ticket."""
+
+    def __init__(self) -> None:
+        self._heap: list[Entry] = []
+        self._stale = 0
+        self._passed: list[Entry] = []  # in the scan that goes on
+
+    def push(self, request: Request) -> None:
+        heapq.heappush(self._heap, (request.order, request.ticket, request))
+
+    def head(self) -> Request | None:
+        if len(self._passed) >= _MAX_PASSED:
+            return None
+        while self._heap and self._heap[0][2].ticket != self._heap[0][1]:
+            heapq.heappop(self._heap)
+            self._stale -= 1
+        return self._heap[0][2] if self._heap else None
+
+    def pop(self) -> None:
+        heapq.heappop(self._heap)
+
+    def pass_by(self) -> None:
+        self._passed.append(heapq.heappop(self._heap))
+
+    def end_scan(self) -> None:
+        for entry in self._passed:
+            heapq.heappush(self._heap, entry)
+        self._passed.clear()
+
+    def leave_entry(self) -> None:
+        """One of the entries went stale."""
+        self._stale += 1
+        if self._stale > len(self._heap) // 2 + _COMPACT_SLACK:
+            self._heap = [entry for entry in self._heap if entry[2].ticket == entry[1]]
+            heapq.heapify(self._heap)
+            self._stale = 0
+
+
+class Queues:
+    """All waiting requests. A *scan* walks the heads, best first, taking some and passing others by."""
+
+    def __init__(self) -> None:
+        self._lanes = {work_class: (Lane(), Lane()) for work_class in WorkClass}
+        self._waiting = dict.fromkeys(WorkClass, 0)
+        self._served = dict.fromkeys(WorkClass, 0.0)  # weighted tokens: each class's virtual time
+        self._virtual_now = 0.0
+        self._count = 0
+        self.tickets = 0  # requests queued so far
+        self.tokens = 0  # ids of all waiting requests
+
+    def __len__(self) -> int:
+        return self._count
+
+    def push(self, request: Request) -> None:
+        """Queue a new or preempted request; a preempted one keeps the place of its arrival."""
+        work_class = request.work_class
+        if not self._waiting[work_class]:
+            # A class that was away does not come back with credit for its absence.
+            self._served[work_class] = max(self._served[work_class], self._virtual_now)
+        self.tickets += 1
+        request.ticket = self.tickets
+        request.order = request.arrival - request.priority * PRIORITY_NS
+        self._waiting[work_class] += 1
+        self._count += 1
+        self.tokens += request.tokens
+        self._lane(request).push(request)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, wherever it waits."""
+        self._forget(request)
+        self._lane(request).leave_entry()
+
+    def charge(self, work_class: WorkClass, tokens: int) -> None:
+        """Account prefilled tokens to a class."""
+        self._served[work_class] += tokens / WEIGHTS[work_class]
+
+    def rank(self, work_class: WorkClass, oldest: int, now: int) -> float:
+        """What is served next has the lowest rank. `oldest` is the arrival of the class's oldest request."""
+        return self._served[work_class] - AGE_CREDIT * max(now - oldest, 0) / 1e9
+
+    def best(self, now: int) -> Request | None:
+        """The head to look at next, among those not yet passed in this scan."""
+        best: Request | None = None
+        best_rank = 0.0
+        for work_class, lanes in self._lanes.items():
+            if not self._waiting[work_class]:
+                continue
+            heads = [head for lane in lanes if (head := lane.head()) is not None]
+            if not heads:
+                continue
+            head = min(heads, key=lambda request: (request.order, request.ticket))
+            rank = self.rank(work_class, head.arrival, now)
+            if best is None or rank < best_rank:
+                best, best_rank = head, rank
+        return best
+
+    def take(self, request: Request) -> None:
+        """The best head leaves the queue for a slot."""
+        self._lane(request).pop()
+        self._forget(request)
+        self._virtual_now = max(self._virtual_now, self._served[request.work_class])
+
+    def pass_by(self, request: Request) -> None:
+        """The best head stays, and the scan goes on behind it."""
+        self._lane(request).pass_by()
+
+    def end_scan(self) -> None:
+        for lanes in self._lanes.values():
+            for lane in lanes:
+                lane.end_scan()
+
+    def _lane(self, request: Request) -> Lane:
+        return self._lanes[request.work_class][request.long]
+
+    def _forget(self, request: Request) -> None:
+        request.ticket = 0
+        self._waiting[request.work_class] -= 1
+        self._count -= 1
+        self.tokens -= request.tokens

@@ -1,0 +1,168 @@
+"""Columns over slots: all that a step changes of every row, and nothing that it does not."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from proto.messages import I32, U32, U64
+from scheduler.pages import I32Array
+from scheduler.request import ID_BYTES, Request
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class RowView:
+    """Rows of a step, in plan order, with the columns that do not change while a row keeps its slot.
+
+    Parallel arrays [R]. A copy, so it stays true for results that come after slots have changed hands.
+    """
+
+    slots: I32Array
+    generations: I32Array
+    rids: npt.NDArray[np.uint64]
+    attempts: npt.NDArray[np.uint32]
+    prompt_lens: I32Array
+    max_lens: I32Array
+    detokenizers: I32Array
+    departures: int  # `Rows.departures` when it was made: unchanged means that all rows still stand
+    _rid_bytes: bytes = field(default=b"")
+    _attempt_bytes: bytes = field(default=b"")
+
+    def __len__(self) -> int:
+        return self.slots.size
+
+    def only(self, mask: Mask) -> "RowView":
+        return RowView(
+            slots=self.slots[mask],
+            generations=self.generations[mask],
+            rids=self.rids[mask],
+            attempts=self.attempts[mask],
+            prompt_lens=self.prompt_lens[mask],
+            max_lens=self.max_lens[mask],
+            detokenizers=self.detokenizers[mask],
+            departures=self.departures,
+        )
+
+    def rid_bytes(self) -> bytes:
+        """The column as it travels; made once for as long as the view lasts."""
+        if not self._rid_bytes:
+            self._rid_bytes = self.rids.tobytes()
+        return self._rid_bytes
+
+    def attempt_bytes(self) -> bytes:
+        if not self._attempt_bytes:
+            self._attempt_bytes = self.attempts.tobytes()
+        return self._attempt_bytes
+
+
+class Rows:
+    """State of every slot, and the ids that rows generated.
+
+    `known` counts ids that results have brought; `planned` counts ids whose K/V are in the cache once all
+    planned steps have run. A decode step feeds the id at position `planned` and samples the next one.
+    Generated ids lie beside their K/V, by page, except the newest of a row, whose page may not exist yet.
+    """
+
+    def __init__(self, capacity: int, max_pages: int, num_pages: int, page_size: int) -> None:
+        self.capacity = capacity
+        self.page_size = page_size
+        self.generation = np.zeros(capacity, np.int32)
+        self.rid = np.zeros(capacity, U64)
+        self.attempt = np.zeros(capacity, U32)
+        self.detokenizer = np.zeros(capacity, np.int32)
+        self.prompt_len = np.zeros(capacity, np.int32)
+        self.max_len = np.zeros(capacity, np.int32)
+        self.known = np.zeros(capacity, np.int32)
+        self.planned = np.zeros(capacity, np.int32)
+        self.room = np.zeros(capacity, np.int32)  # tokens that the row's pages hold
+        self.last_id = np.zeros(capacity, np.int32)
+        self.pages = np.zeros((capacity, max_pages), np.int32)
+        self.requests: list[Request | None] = [None] * capacity
+        self.departures = 0
+        self._generated = np.zeros(num_pages * page_size, np.int32)
+        self._free = list(range(capacity - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def enter(self, request: Request, pages: I32Array) -> int:
+        """Put a request into a slot with pages for all its known ids."""
+        slot = self._free.pop()
+        tokens = request.tokens
+        self.rid[slot] = request.rid
+        self.attempt[slot] = request.attempt
+        self.detokenizer[slot] = request.detokenizer
+        self.prompt_len[slot] = request.prompt_len
+        self.max_len[slot] = request.max_len
+        self.known[slot] = tokens
+        self.room[slot] = pages.size * self.page_size
+        self.last_id[slot] = int.from_bytes(request.ids[-ID_BYTES:], "little")
+        self.pages[slot, : pages.size] = pages
+        self.requests[slot] = request
+        request.slot = slot
+        request.generation = int(self.generation[slot])
+        return slot
+
+    def leave(self, slots: list[int]) -> I32Array:
+        """Empty these slots; returns all their pages, row after row. Results on their way no longer count."""
+        self.departures += 1
+        self.generation[slots] += 1
+        held = [self.held(slot) for slot in slots]
+        for slot in slots:
+            request = self.requests[slot]
+            assert request is not None
+            request.slot = -1
+            self.requests[slot] = None
+        self._free.extend(slots)
+        return np.concatenate(held) if len(held) > 1 else held[0].copy()
+
+    def held(self, slot: int) -> I32Array:
+        """A slot's pages from position 0 on; a view into its table."""
+        return self.pages[slot, : int(self.room[slot]) // self.page_size]
+
+    def append(self, slots: I32Array, pages: I32Array) -> None:
+        """One more page for each of these rows."""
+        room = self.room[slots]
+        self.pages[slots, room // self.page_size] = pages
+        self.room[slots] = room + self.page_size
+
+    def view(self, slots: I32Array) -> RowView:
+        return RowView(
+            slots=slots,
+            generations=self.generation[slots],
+            rids=self.rid[slots],
+            attempts=self.attempt[slots],
+            prompt_lens=self.prompt_len[slots],
+            max_lens=self.max_len[slots],
+            detokenizers=self.detokenizer[slots],
+            departures=self.departures,
+        )
+
+    def take_ids(self, slots: I32Array, ids: I32Array) -> I32Array:
+        """One new id for each row; returns their positions.
+
+        The row's previous id has a page by now (its K/V were computed to sample the new one): it moves there.
+        """
+        known = self.known[slots]
+        before = known - 1
+        page_number, offset = np.divmod(before, self.page_size)
+        self._generated[self.pages[slots, page_number] * self.page_size + offset] = self.last_id[slots]
+        self.last_id[slots] = ids
+        self.known[slots] = known + 1
+        return known
+
+    def known_ids(self, slot: int) -> bytes:
+        """All ids of a row: what it was queued with, and what it generated since."""
+        request = self.requests[slot]
+        assert request is not None
+        start, known = request.tokens, int(self.known[slot])
+        if known == start:
+            return request.ids
+        size = self.page_size
+        first = start // size
+        pages = self.pages[slot, first : -(-(known - 1) // size)]
+        generated = self._generated.reshape(-1, size)[pages].ravel()[start - first * size : known - 1 - first * size]
+        return request.ids + generated.astype(I32).tobytes() + int(self.last_id[slot]).to_bytes(ID_BYTES, "little")

@@ -1,0 +1,200 @@
+"""The rows that hold slots: their pages, their order, and their way in and out.
+
+Owner of the pool, the prefix tree and the row columns. Pages and slots that are given up here may be handed
+out again at once: the plan that does so runs after every plan that used them (architecture §5).
+"""
+
+import numpy as np
+
+from proto.messages import AdmitRow, WorkerFacts
+from scheduler.pages import I32Array, PagePool
+from scheduler.policy import cheapest_victim, expected_peak
+from scheduler.prefix import PrefixTree
+from scheduler.request import Request, State
+from scheduler.rows import Rows, RowView
+
+# Whom a preemption hurts most: interactive work is given up last.
+_VICTIM_WEIGHTS = np.array([4, 2, 1], np.int32)  # by WorkClass
+
+
+class Running:
+    """All requests in slots. Decode rows keep their order for as long as they run."""
+
+    def __init__(self, facts: WorkerFacts, capacity: int, prefix_caching: bool) -> None:
+        self.pool = PagePool(facts.num_pages, facts.page_size)
+        self.tree = PrefixTree(self.pool, prefix_caching)
+        max_pages = self.pool.pages_of(facts.max_model_len)
+        self.rows = Rows(capacity, max_pages, facts.num_pages, facts.page_size)
+        self.prefills: list[Request] = []  # in order of admission
+        self.committed = 0  # pages that all rows are expected to hold at their ends, shared ones counted often
+        self._released: list[int] = []
+        self._order = np.zeros(0, np.int32)
+        self._joining: list[int] = []
+        self._decoding = np.zeros(capacity, np.bool_)
+        self._view: RowView | None = None
+        self._steps_left = 0  # decode steps until the first row of the view ends by length
+
+    @property
+    def count(self) -> int:
+        return self.rows.capacity - self.rows.free
+
+    # ---------------------------------------------------------------- in and out
+
+    def place(self, request: Request, expected_pages: int) -> AdmitRow:
+        """Give a request a slot, the pages of its matched path, and own pages for the rest of its ids."""
+        pool, tokens = self.pool, request.tokens
+        shared = np.array(request.path.pages, np.int32)
+        if shared.size:
+            pool.retain(shared)  # before the allocation, which may evict what is idle
+        own = self.tree.allocate(pool.pages_of(tokens) - shared.size)
+        pages = np.concatenate([shared, own]) if shared.size else own
+        slot = self.rows.enter(request, pages)
+        request.state = State.PREFILL
+        request.hit_pages = shared.size
+        request.done = shared.size * pool.page_size
+        request.expected_pages = expected_pages
+        self.rows.planned[slot] = request.done
+        self.committed += expected_pages
+        self.prefills.append(request)
+        return AdmitRow(
+            slot=slot,
+            ids=request.ids,
+            start=request.done,
+            prompt_len=request.prompt_len,
+            pages=pages.tobytes(),
+            sampling=request.sampling,
+            min_len=request.min_len,
+            stop_ids=request.stop_ids,
+        )
+
+    def leave(self, requests: list[Request], keep: bool) -> None:
+        """Empty the slots of these requests; with `keep`, what they computed enters the prefix tree.
+
+        The tree takes whole pages of the first known-1 ids: the newest id's K/V are not computed yet.
+        """
+        rows, size = self.rows, self.pool.page_size
+        if keep:
+            for request in requests:
+                self._keep(request, (int(rows.known[request.slot]) - 1) // size)
+        slots = [request.slot for request in requests]
+        for request in requests:
+            self.committed -= request.expected_pages
+            if request.state is State.PREFILL:
+                self.prefills.remove(request)
+        self._decoding[slots] = False
+        self._view = None
+        self._released += slots
+        self.tree.release(rows.leave(slots))
+
+    def _keep(self, request: Request, end: int) -> None:
+        if end > len(request.path):
+            slot = request.slot
+            self.tree.extend(request.path, self.rows.known_ids(slot), self.rows.held(slot), end, leaving=True)
+
+    def take_released(self) -> bytes:
+        """Slots emptied since the last plan (int32)."""
+        if not self._released:
+            return b""
+        released = np.array(self._released, np.int32).tobytes()
+        self._released.clear()
+        return released
+
+    # ---------------------------------------------------------------- prefill
+
+    def advance(self, request: Request, tokens: int) -> None:
+        """Plan the next ids of a prefill. Full pages enter the tree at once: later rows, even of the same step,
+        may hit them, since every layer writes its K/V before attention reads."""
+        request.done += tokens
+        slot = request.slot
+        self.tree.extend(request.path, request.ids, self.rows.held(slot), request.done // self.pool.page_size)
+        self.rows.planned[slot] = request.done
+
+    def start_decoding(self, request: Request) -> None:
+        """All known ids are planned; from the next step on the row decodes, unless its next id is its last."""
+        request.state = State.DECODE
+        self.prefills.remove(request)
+        if request.done + 1 < request.max_len:
+            self._joining.append(request.slot)
+            self._decoding[request.slot] = True
+            self._view = None
+
+    # ---------------------------------------------------------------- decode
+
+    def decode_view(self) -> RowView:
+        """Rows to decode, in order. The same object as long as they are the same."""
+        if self._view is None:
+            order = self._order
+            if self._joining:
+                order = np.concatenate([order, np.array(self._joining, np.int32)])
+                self._joining.clear()
+            self._order = order = order[self._decoding[order]]
+            self._view = view = self.rows.view(order)
+            left = view.max_lens - 1 - self.rows.planned[order]
+            self._steps_left = int(left.min(initial=np.iinfo(np.int32).max))
+        return self._view
+
+    def lacking_page(self, view: RowView) -> I32Array:
+        """Rows whose next id begins a page that they do not have yet; as slots."""
+        slots = view.slots
+        return slots[self.rows.planned[slots] == self.rows.room[slots]]
+
+    def append_pages(self, slots: I32Array) -> I32Array:
+        pages = self.tree.allocate(slots.size)
+        self.rows.append(slots, pages)
+        return pages
+
+    def stall(self, view: RowView, needy: I32Array) -> tuple[RowView, I32Array]:
+        """Leave out the rows that get no page in this step."""
+        left_out = needy[self.pool.available :]
+        self._view = None  # the next step asks again
+        return view.only(~np.isin(view.slots, left_out)), needy[: self.pool.available]
+
+    def decoded(self, view: RowView) -> None:
+        """One decode step of these rows is planned. Rows whose last id it samples leave the order."""
+        rows, slots = self.rows, view.slots
+        planned = rows.planned[slots] + 1
+        rows.planned[slots] = planned
+        self._steps_left -= 1
+        if self._steps_left <= 0 or self._view is not view:
+            ended = slots[planned + 1 >= view.max_lens]
+            if ended.size:
+                self._decoding[ended] = False
+                self._view = None
+
+    # ---------------------------------------------------------------- pressure
+
+    def preemptible(self) -> list[Request]:
+        """Decode rows with at least one id since they were placed, so that a preemption never undoes everything."""
+        rows = self.rows
+        return [
+            request
+            for request in rows.requests
+            if request is not None
+            and request.state is State.DECODE
+            and not request.prefill_only
+            and rows.known[request.slot] > request.tokens
+        ]
+
+    def victim(self) -> Request | None:
+        """Whom to preempt: see `cheapest_victim`."""
+        eligible = self.preemptible()
+        if not eligible:
+            return None
+        held = [self.rows.held(request.slot) for request in eligible]
+        starts = np.cumsum([0] + [pages.size for pages in held[:-1]])
+        weights = _VICTIM_WEIGHTS[[request.work_class for request in eligible]]
+        return eligible[cheapest_victim(self.pool.users, np.concatenate(held), starts, weights)]
+
+    def peak_with(self, request: Request, expected_pages: int) -> int:
+        """Most pages in use at once if this request is placed and all rows grow as expected."""
+        present = [other for other in self.rows.requests if other is not None]
+        slots = [other.slot for other in present]
+        held = self.rows.room[slots].astype(np.int64) // self.pool.page_size
+        expected = np.array([other.expected_pages for other in present], np.int64)
+        own = held - np.array([other.hit_pages for other in present], np.int64)
+        shared = max(self.pool.used - int(own.sum()), 0)
+        needed = self.pool.pages_of(request.tokens)
+        growth = np.append(np.maximum(expected - held, 1), max(expected_pages - needed, 1))
+        peak = expected_peak(np.append(own, needed - len(request.path)), growth)
+        newly_used = int(np.count_nonzero(self.pool.users[request.path.pages] == 0)) if len(request.path) else 0
+        return shared + newly_used + peak
