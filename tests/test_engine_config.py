@@ -1,0 +1,269 @@
+"""From the command line to the documents that stages start with; run directory and port."""
+
+import argparse
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine.cli import main, serve
+from engine.config import ServeConfig, Surroundings, command_line, stage_config
+from engine.port import Port, PortError
+from engine.rundir import RunDir, RunDirError
+from proto.channel import MAX_IPC_PATH, Address, inbox_path
+from proto.config import SchedulerOptions, ServerOptions, WorkerOptions, load_config, options_of
+from proto.ids import StageKind
+from tests.engine_fakes.fake_serve import MANIFEST
+
+
+def parse(flags: str = "") -> ServeConfig:
+    return parse_words(shlex.split(flags))
+
+
+def parse_words(words: list[str]) -> ServeConfig:
+    parser = argparse.ArgumentParser()
+    serve.add_parser(parser.add_subparsers())
+    return serve.config_of(parser.parse_args(["serve", "--model", "demo", *words]))
+
+
+def options(config: ServeConfig, kind: StageKind) -> object:
+    around = Surroundings(MANIFEST, port=50099, run_dir="/run/q", death_fd=9, supervisor_incarnation=1)
+    return options_of(stage_config(config, around, Address(kind, 0), incarnation=5))
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--tensor-parallel-size", "2"], "argument --tensor-parallel-size: 2 is not built yet; supported: 1"),
+        (["--pipeline-parallel-size", "4"], "argument --pipeline-parallel-size: 4 is not built yet; supported: 1"),
+        (["--data-parallel-size", "2"], "argument --data-parallel-size: 2 is not built yet; supported: 1"),
+        (["--quantization", "awq"], "argument --quantization: awq is not built yet; supported: none"),
+        (["--kv-cache-dtype", "fp8"], "argument --kv-cache-dtype: fp8 is not built yet; supported: auto"),
+        (["--swap-space", "4"], "argument --swap-space: 4 is not built yet; supported: 0"),
+        (["--device", "cuda"], "argument --device: 'cuda' is not built yet; supported: cpu, reference, sim:"),
+        (["--dtype", "float16"], "argument --dtype: 'float16' is not built yet; supported: auto, bfloat16"),
+        (["--port", "70000"], "argument --port: 70000 is outside 0..65535"),
+        (["--port", "http"], "argument --port: 'http' is not a whole number"),
+        (["--max-num-seqs", "0"], "argument --max-num-seqs: 0 is outside 1..65536"),
+        (["--gpu-memory-utilization", "nan"], "argument --gpu-memory-utilization: nan is not finite"),
+        (["--gpu-memory-utilization", "1.5"], "argument --gpu-memory-utilization: 1.5 is outside 0 < x ≤ 1"),
+        (["--drain-timeout", "-1"], "argument --drain-timeout: -1 is not a positive number of seconds"),
+        (["--kv-cache-memory-bytes", "2 GB"], "argument --kv-cache-memory-bytes: '2 GB' is not a size"),
+        (["--wrap", "gpu=nsys"], "argument --wrap: 'gpu' is no stage; stages are server, tokenizer"),
+        (["--wrap", "worker"], "argument --wrap: no command after 'worker='"),
+        (["--wrap", "worker='a"], "argument --wrap: No closing quotation"),
+        (["--wrap", "worker=a", "--wrap", "worker=b"], "argument --wrap: worker is given twice"),
+        (
+            ["--max-num-seqs", "64", "--max-num-batched-tokens", "32"],
+            "argument --max-num-batched-tokens: 32 is less than --max-num-seqs 64",
+        ),
+        (["--max-model"], "unrecognized arguments: --max-model"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_flag_is_named_with_its_value(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_words(words)
+    assert ended.value.code == 2
+    assert error in capsys.readouterr().err
+
+
+def test_vllms_flags_are_accepted_with_neutral_values() -> None:
+    parse(
+        "--tensor-parallel-size 1 --pipeline-parallel-size 1 --data-parallel-size 1 --quantization none "
+        "--kv-cache-dtype auto --swap-space 0 --enforce-eager --dtype float"
+    )
+
+
+def test_flags_reach_the_stages() -> None:
+    config = parse(
+        "--served-model-name a b --host 0.0.0.0 --max-model-len 2048 --max-num-seqs 8 --dtype float32 "
+        "--max-num-batched-tokens 128 --no-enable-prefix-caching --no-enable-chunked-prefill --seed 3 "
+        "--pipeline-depth 1 --num-pages 64 --threads 2 --debug-preempt-every 5 --disable-log-requests "
+        "--max-queue 10 --max-in-flight-requests 20 --max-in-flight-bytes 1m --device reference"
+    )
+    server = options(config, StageKind.SERVER)
+    assert isinstance(server, ServerOptions)
+    assert (server.host, server.port, server.served_model_names) == ("0.0.0.0", 50099, ("a", "b"))
+    assert (server.max_in_flight_requests, server.max_in_flight_bytes, server.log_requests) == (20, 1 << 20, False)
+    scheduler = options(config, StageKind.SCHEDULER)
+    assert scheduler == SchedulerOptions(
+        pipeline_depth=1,
+        prefix_caching=False,
+        chunked_prefill=False,
+        max_num_batched_tokens=128,
+        max_num_seqs=8,
+        max_queue=10,
+        debug_preempt_every=5,
+    )
+    worker = options(config, StageKind.WORKER)
+    assert isinstance(worker, WorkerOptions)
+    assert (worker.device, worker.dtype, worker.seed, worker.threads) == ("reference", "float32", 3, 2)
+    assert (worker.num_pages, worker.kv_bytes, worker.max_model_len) == (64, None, 2048)
+
+
+def test_kv_memory_is_bounded_on_a_machine_that_is_not_ours_alone() -> None:
+    default = parse().kv_bytes
+    assert default is not None
+    assert 0 < default <= 2 << 30
+    assert parse("--kv-cache-memory-bytes 64m").kv_bytes == 64 << 20
+    assert parse("--gpu-memory-utilization 0.5").kv_bytes is None
+    assert parse("--device sim:h200").kv_bytes is None
+
+
+def test_every_running_row_fits_in_a_step() -> None:
+    config = parse("--max-num-seqs 2000")
+    assert config.batch_tokens >= config.batch_seqs == 2000
+
+
+def test_a_document_can_be_read_back(tmp_path: Path) -> None:
+    around = Surroundings(MANIFEST, port=1, run_dir="/run/q", death_fd=9, supervisor_incarnation=1)
+    document = stage_config(parse(), around, Address(StageKind.WORKER, 0), incarnation=5)
+    path = tmp_path / "worker-0.json"
+    path.write_bytes(msgspec.json.encode(document))
+    assert options_of(load_config(str(path))) == options_of(document)
+
+
+def test_a_wrapper_stands_in_front_of_its_stage_only() -> None:
+    config = parse_words(["--wrap", "worker=nsys profile -o 'my report'"])
+    worker = command_line(config, "python", "worker", StageKind.WORKER, "c.json")
+    assert worker == ["nsys", "profile", "-o", "my report", "python", "-P", "-m", "worker", "c.json"]
+    server = command_line(config, "python", "server", StageKind.SERVER, "c.json")
+    assert server == ["python", "-P", "-m", "server", "c.json"]
+
+
+def test_help_is_short_and_quick() -> None:
+    """It must not import what only serving needs."""
+    code = "import sys; from engine.cli import main; main(['serve', '--help'])"
+    probe = f"try:\n {code}\nexcept SystemExit: pass\nprint([m for m in sys.modules if m in ('zmq', 'grpc', 'numpy')])"
+    done = subprocess.run([sys.executable, "-P", "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("[]\n")
+    assert len(done.stdout.splitlines()) < 70
+    assert max(map(len, done.stdout.splitlines())) <= 110
+
+
+def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["srve"])
+    assert ended.value.code == 2
+    assert "'srve'" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------- run directory
+
+
+def test_a_run_directory_is_private_and_leaves_nothing(tmp_path: Path) -> None:
+    run_dir = RunDir(str(tmp_path))
+    assert Path(run_dir.path).parent == tmp_path
+    assert Path(run_dir.path).stat().st_mode & 0o777 == 0o700
+    run_dir.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_left_directory_is_swept_and_a_live_one_kept(tmp_path: Path) -> None:
+    live = RunDir(str(tmp_path))
+    code = f"from engine.rundir import RunDir; import os; print(RunDir({str(tmp_path)!r}).path); os._exit(9)"
+    stale = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True).stdout.strip()
+    assert Path(stale).is_dir()
+    foreign = tmp_path / "quintet-recipes"
+    foreign.mkdir()
+    RunDir(str(tmp_path)).remove()
+    assert not Path(stale).exists()
+    assert Path(live.path).is_dir()
+    assert foreign.is_dir(), "a directory that never was an instance's"
+    live.remove()
+
+
+def test_a_long_place_is_refused_or_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    with pytest.raises(RunDirError, match=rf"--run-dir .*x: inbox paths in it would have \d+ bytes; .* {MAX_IPC_PATH}"):
+        RunDir(str(long))
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    run_dir = RunDir(None)
+    assert run_dir.path.startswith("/tmp/quintet-")
+    inbox_path(run_dir.path, Address(StageKind.DETOKENIZER, 255))
+    run_dir.remove()
+
+
+@pytest.mark.parametrize(("place", "why"), [("missing", "no such directory"), ("file", "no such directory")])
+def test_a_bad_place_is_refused(tmp_path: Path, place: str, why: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirError, match=why):
+        RunDir(str(tmp_path / place))
+
+
+# --------------------------------------------------------------------------- port
+
+
+def test_a_taken_port_is_refused_by_name() -> None:
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken:
+        number = taken.getsockname()[1]
+        with pytest.raises(PortError, match=f"--port {number}: 127.0.0.1:{number} is taken by another process"):
+            Port("127.0.0.1", number)
+
+
+def test_another_instances_placeholder_counts_as_taken() -> None:
+    first = Port("127.0.0.1", 0)
+    with pytest.raises(PortError, match="is taken"):
+        Port("127.0.0.1", first.number)
+    first.close()
+    Port("127.0.0.1", first.number).close()
+
+
+def test_our_servers_share_the_placeholders_port() -> None:
+    port = Port("127.0.0.1", 0)
+    servers = [socket.create_server(("127.0.0.1", port.number), reuse_port=True) for _ in range(2)]
+    with socket.create_connection(("127.0.0.1", port.number), timeout=5):
+        pass  # the placeholder does not listen, so no connection is lost to it
+    for server in servers:
+        server.close()
+    port.close()
+
+
+def test_a_port_with_connections_in_time_wait_is_free() -> None:
+    """As after a drain, when our side closed first."""
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as server:
+        number = server.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", number))
+        server.accept()[0].close()
+        client.close()
+    Port("127.0.0.1", number).close()
+
+
+def test_a_bad_host_is_refused_by_name() -> None:
+    with pytest.raises(PortError, match=r"--host no\.such\.host\.invalid"):
+        Port("no.such.host.invalid", 0)
+    with pytest.raises(PortError, match=r"--host 203\.0\.113\.1 --port 50999: Cannot assign"):
+        Port("203.0.113.1", 50999)
+
+
+def test_an_ipv6_address_is_written_in_brackets() -> None:
+    try:
+        port = Port("::1", 0)
+    except PortError:
+        pytest.skip("no IPv6 here")
+    assert port.address == f"[::1]:{port.number}"
+    port.close()
+
+
+def test_a_foreign_proto_package_is_named(tmp_path: Path) -> None:
+    """proto-plus installs a package of that name: no traceback, but a sentence."""
+    (tmp_path / "proto").mkdir()
+    (tmp_path / "proto" / "__init__.py").touch()
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "engine.cli", "serve", "--model", "demo"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert done.returncode == 2
+    assert f"`import proto` finds {tmp_path}" in done.stderr
+    assert "Traceback" not in done.stderr
