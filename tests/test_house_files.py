@@ -18,7 +18,7 @@ FORBIDDEN = {
     "note of unfinished work": re.compile("FIX" + "ME|XX" + "X|TO" + "DO"),
     "trailing blank": re.compile(r"[ \t]+$", re.MULTILINE),
 }
-MAX_LINES = 600
+MAX_LINES = 700
 MAX_BYTES = 200_000
 
 
