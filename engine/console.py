@@ -3,15 +3,21 @@
 import os
 import select
 import sys
+import time
+from collections import deque
 
 # A pipe that polls writable takes this much without blocking (pipe(7), PIPE_BUF).
 _PIECE = 4096
+_HELD_BYTES = 8 << 20
+_LAST_SECONDS = 1.0
 
 
 class Console:
-    """Lines to stderr. Those that it does not take are counted, and the count is told when it does again."""
+    """Lines to stderr, held for a slow reader up to a limit. What is beyond is counted, and the count is told."""
 
     def __init__(self) -> None:
+        self._held: deque[bytes] = deque()
+        self._held_bytes = 0
         self._missed = 0
         self._fd = sys.stderr.fileno()
 
@@ -22,18 +28,37 @@ class Console:
 
     def forward(self, line: str) -> None:
         """A line as a stage wrote it."""
-        if self._missed and self._write(f"supervisor: {self._missed} lines were not shown: stderr was not read\n"):
-            self._missed = 0
-        if not self._write(line + "\n"):
+        if self._held_bytes >= _HELD_BYTES:
             self._missed += 1
+        else:
+            if self._missed:
+                self._hold(f"supervisor: {self._missed} lines were not shown: stderr was not read")
+                self._missed = 0
+            self._hold(line)
+        self.flush()
 
-    def _write(self, text: str) -> bool:
-        data = text.encode(errors="replace")
-        try:
-            for start in range(0, len(data), _PIECE):
-                if not select.select([], [self._fd], [], 0)[1]:
-                    return False
-                os.write(self._fd, data[start : start + _PIECE])
-        except OSError:  # nobody holds the other end any more: supervising goes on
-            return False
+    def flush(self) -> bool:
+        """Write what stderr takes at once; True when nothing is held any more."""
+        while self._held:
+            if not select.select([], [self._fd], [], 0)[1]:
+                return False
+            piece = self._held.popleft()
+            self._held_bytes -= len(piece)
+            try:
+                os.write(self._fd, piece)
+            except OSError:  # nobody holds the other end any more: supervising goes on
+                self._held.clear()
+                self._held_bytes = 0
         return True
+
+    def close(self) -> None:
+        """Give a slow reader a moment for the rest."""
+        end = time.monotonic() + _LAST_SECONDS
+        while not self.flush() and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def _hold(self, line: str) -> None:
+        data = line.encode(errors="replace") + b"\n"
+        for start in range(0, len(data), _PIECE):
+            self._held.append(data[start : start + _PIECE])
+        self._held_bytes += len(data)

@@ -36,7 +36,13 @@ def serve(config: ServeConfig, modules: Mapping[StageKind, str] = MODULES) -> in
     """Run an instance until it ends; returns the exit code. `modules` are what the stages run."""
     setproctitle("quintet supervisor")
     console = Console()
-    signals = Signals()
+    try:
+        return _serve(config, modules, console, Signals())
+    finally:
+        console.close()
+
+
+def _serve(config: ServeConfig, modules: Mapping[StageKind, str], console: Console, signals: Signals) -> int:
     if config.ready_file:
         Path(config.ready_file).unlink(missing_ok=True)
     try:
@@ -118,7 +124,8 @@ class Supervisor:
 
     def _turn(self) -> None:
         backlog = [outbox for outbox in self._outboxes.values() if not outbox.flush()]
-        for key, _ in self._selector.select(_BACKLOG_SECONDS if backlog else _TICK_SECONDS):
+        waiting = backlog or not self._console.flush()
+        for key, _ in self._selector.select(_BACKLOG_SECONDS if waiting else _TICK_SECONDS):
             key.data()
         now = time.monotonic()
         if now >= self._next_look:
