@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from quintet_client import QuintetError
+from quintet_client import FieldViolation, QuintetError
 from quintet_client.v1 import inference_pb2 as pb
 
 
@@ -21,10 +21,15 @@ def describe_error(error: QuintetError, address: str = "") -> str:
         return (
             f"UNAVAILABLE: no server answers at {address}: start one with `quintet serve`, or name one with --address"
         )
-    told = "; ".join(f"{v.field}: {v.description}" if v.field else v.description for v in error.violations)
+    told = "; ".join(_describe(violation) for violation in error.violations)
     text = " ".join((told or error.message).split())
     again = "" if error.retry_after is None else f" (try again in {error.retry_after:g} s)"
     return f"{error.code.name}: {text}{again}"
+
+
+def _describe(violation: FieldViolation) -> str:
+    field, text = violation.field, violation.description
+    return text if text.startswith(field) else f"{field}: {text}"
 
 
 def finish_record(finish: pb.Finish) -> dict[str, str | int]:
