@@ -28,6 +28,7 @@ from proto.messages import (
 )
 
 _WORLD_SECONDS = 1.0
+_PROGRESS_SECONDS = 2.0  # between lines about the same long work
 # Streams must have ended with UNAVAILABLE within 2 s of a death, and everything within 5 s.
 _FAREWELL_SECONDS = 1.5  # for servers to end their streams
 _FAILED_STOP_SECONDS = 1.0
@@ -155,8 +156,7 @@ class Lifecycle:
             case Ready():
                 self._on_ready(stage, message)
             case Progress():
-                self._extend_startup()
-                self._do(Say(f"{stage.title}: {_describe_progress(message)}"))
+                self._on_progress(stage, message)
             case Heartbeat():
                 stage.counters = message.counters
             case Serving():
@@ -269,6 +269,13 @@ class Lifecycle:
         self._extend_startup()
         self._do(Say(f"{stage.title} is ready"))
         self._tell_world()
+
+    def _on_progress(self, stage: Stage, progress: Progress) -> None:
+        self._extend_startup()
+        finished = 0 < progress.total <= progress.done
+        if finished or progress.text != stage.progress or self._time >= stage.progress_shown + _PROGRESS_SECONDS:
+            stage.progress, stage.progress_shown = progress.text, self._time
+            self._do(Say(f"{stage.title}: {_describe_progress(progress)}"))
 
     def _on_serving(self, stage: Stage) -> None:
         stage.serving = True

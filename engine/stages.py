@@ -32,6 +32,8 @@ class Stage:
     rss_bytes: int = 0
     cpu_seconds: float = 0.0
     restarts: int = 0
+    progress: str = ""  # what a long start is at
+    progress_shown: float = 0.0
     serving: bool = False
     drained: bool = False
     active: float = 0.0  # when it last spoke or computed, in the lifecycle's own time: a hang begins then

@@ -221,6 +221,17 @@ def test_start_up_without_progress_ends() -> None:
     assert play.lifecycle.phase is not Phase.STARTING
 
 
+def test_progress_is_told_now_and_then() -> None:
+    play = Play()
+    for done in range(101):
+        play.pass_time(0.2)
+        play.hear(WORKER, Progress("loading", done, 100))
+    lines = [line for line in play.said().splitlines() if "loading" in line]
+    assert lines[0] == "quintet worker 0 rank 0: loading 0%"
+    assert lines[-1] == "quintet worker 0 rank 0: loading 100%"
+    assert 8 <= len(lines) <= 13
+
+
 def test_a_ring_that_passes_no_token_ends() -> None:
     play = Play()
     for address in ADDRESSES:
