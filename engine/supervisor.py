@@ -147,7 +147,7 @@ class Supervisor:
     def _on_signals(self) -> None:
         for number in self._signals.take():
             if number == signal.SIGCHLD:
-                self._look_at_stages()
+                self._next_look = 0.0  # after this round of events: some may be of descriptors that it closes
             elif number == signal.SIGINT:
                 self._perform(self._lifecycle.on_interrupt())
             else:
