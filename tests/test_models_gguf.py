@@ -9,13 +9,13 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-import tiny_gguf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.models import ModelError, prepare, read_config
 from engine.models.gguf_file import read_header
 from proto.model import RopeConfig
+from tests import tiny_gguf
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from engine.models.errors import ModelError
+from engine.models.fields import Fields
 
 _MAGIC = b"GGUF"
 _DEFAULT_ALIGNMENT = 32
@@ -86,9 +87,7 @@ def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
         key = cursor.text()
         metadata[key] = cursor.value(cursor.scalar(GGUFValueType.UINT32))
     entries = [cursor.tensor_entry() for _ in range(num_tensors)]
-    alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
-    if alignment < 1:
-        raise ValueError(f"general.alignment is {alignment}")
+    alignment = Fields(path, metadata).integer("general.alignment", _DEFAULT_ALIGNMENT)
     start = -(-cursor.position // alignment) * alignment
     tensors = {name: _place(name, start, dims, kind, offset) for name, dims, kind, offset in entries}
     _check_end(path, tensors, len(data))

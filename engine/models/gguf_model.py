@@ -5,7 +5,7 @@ from pathlib import Path
 from engine.models.fields import Fields
 from engine.models.gguf_config import gguf_config
 from engine.models.gguf_file import read_header
-from engine.models.gguf_tokenizer import gguf_tokenizer
+from engine.models.gguf_tokenizer import gguf_tokenizer, token_texts
 from engine.models.hf_config import check_ids
 from proto.model import ModelConfig, ModelManifest
 
@@ -24,7 +24,7 @@ def read_gguf_model(name: str, path: Path, *, weights_needed: bool) -> ModelMani
     header = read_header(path)
     config = gguf_config(header)
     keys = Fields(path, header.metadata)
-    tokens = header.metadata.get("tokenizer.ggml.tokens") or []
+    tokens = token_texts(keys)
     template = keys.text("tokenizer.chat_template", "") or None
     eos_ids = _eos_ids(keys, tokens, template)
     check_ids(str(path), eos_ids, config.vocab_size)

@@ -53,16 +53,21 @@ def _check(source: Path, content: bytes) -> None:
 
 def _document(keys: Fields) -> dict[str, Any]:
     model = keys.text("tokenizer.ggml.model")
-    tokens = _strings(keys, "tokenizer.ggml.tokens")
+    tokens = token_texts(keys)
     kinds = keys.values.get("tokenizer.ggml.token_type") or [_Kind.NORMAL] * len(tokens)
-    if len(kinds) != len(tokens):
-        raise keys.error("tokenizer.ggml.token_type", f"has {len(kinds)} entries for {len(tokens)} tokens")
+    if not isinstance(kinds, list) or len(kinds) != len(tokens):
+        raise keys.error("tokenizer.ggml.token_type", f"must be a list of {len(tokens)} types")
     _refuse_repeats(keys, tokens)
     if model == "gpt2":
         return _byte_level(keys, tokens, kinds)
     if model == "llama":
         return _sentencepiece(keys, tokens, kinds)
     raise keys.error("tokenizer.ggml.model", f"{model!r} is not supported; supported: gpt2, llama")
+
+
+def token_texts(keys: Fields) -> list[str]:
+    """The vocabulary as the file spells it, by id. Raises ModelError."""
+    return _strings(keys, "tokenizer.ggml.tokens")
 
 
 def _strings(keys: Fields, key: str) -> list[str]:
@@ -131,7 +136,7 @@ def _sentencepiece(keys: Fields, tokens: list[str], kinds: list[int]) -> dict[st
         if keys.values.get(f"tokenizer.ggml.{key}"):
             raise keys.error(f"tokenizer.ggml.{key}", "is set, which is not supported")
     scores = keys.values.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
+    if not isinstance(scores, list) or len(scores) != len(tokens) or not isinstance(scores[0], int | float):
         raise keys.error("tokenizer.ggml.scores", f"must be a list of {len(tokens)} numbers")
     prefix = keys.flag("tokenizer.ggml.add_space_prefix", True)
     unknown = keys.integer("tokenizer.ggml.unknown_token_id", 0, minimum=0)
