@@ -31,7 +31,7 @@ _WORLD_SECONDS = 1.0
 _PROGRESS_SECONDS = 2.0  # between lines about the same long work
 # Streams must have ended with UNAVAILABLE within 2 s of a death, and everything within 5 s.
 _FAREWELL_SECONDS = 1.5  # for servers to end their streams
-_FAILED_STOP_SECONDS = 1.0
+_FAILED_STOP_SECONDS = 1.5
 _STOP_SECONDS = 5.0
 _WRAPPED_STOP_SECONDS = 60.0  # a profiler writes its report when its stage has ended
 _KILL_SECONDS = 2.0
@@ -372,9 +372,12 @@ class Lifecycle:
         self.phase = Phase.STOPPING
         self._deadline = self._time + (_FAILED_STOP_SECONDS if self.failure else _STOP_SECONDS)
         for stage in self.stages.values():
-            if stage.state is StageState.STOPPED:
+            if stage.exited:
+                continue
+            # A stage that loads a model does not read for minutes, and has nothing to lose.
+            if stage.state in (StageState.STOPPED, StageState.STARTING):
                 self._kill_one(stage)
-            elif not stage.exited:
+            else:
                 self._do(Tell(stage.address, Stop()))
         if all(stage.exited for stage in self.stages.values()):
             self.phase = Phase.ENDED
