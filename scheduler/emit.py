@@ -57,16 +57,17 @@ class Outbound:
         self._steps: list[StepRows] = []
         self._bare: dict[int, list[BareRow]] = defaultdict(list)  # by detokenizer
         self._closed: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (rid, attempt) by detokenizer
-        self._bare_step = 0
+        self._step = 0
 
     def send(self, kind: StageKind, index: int, message: Message) -> None:
         self._messages.append((kind, index, message))
 
     def rows(self, rows: StepRows) -> None:
+        self._step = rows.step
         self._steps.append(rows)
 
     def bare(self, step: int, row: BareRow) -> None:
-        self._bare_step = step
+        self._step = step
         self._bare[row.request.detokenizer].append(row)
 
     def close(self, request: Request) -> None:
@@ -75,49 +76,44 @@ class Outbound:
 
     def build(self, detokenizers: int) -> list[Outgoing]:
         """The messages of everything since the last call."""
-        built = self._messages
-        self._messages = []
+        built: list[Outgoing] = []
         for rows in self._steps:
             if detokenizers == 1:
-                built.append((StageKind.DETOKENIZER, 0, self._emit(rows, 0)))
+                built.append((StageKind.DETOKENIZER, 0, _emit(rows)))
             else:
-                built.extend((StageKind.DETOKENIZER, index, self._emit(part, index)) for index, part in _split(rows))
+                built.extend((StageKind.DETOKENIZER, index, _emit(part)) for index, part in _split(rows))
         self._steps.clear()
         for index, bare in self._bare.items():
-            built.append((StageKind.DETOKENIZER, index, _bare_emit(self._bare_step, bare)))
+            built.append((StageKind.DETOKENIZER, index, _bare_emit(self._step, bare)))
         self._bare.clear()
-        for index in list(self._closed):
-            rids, attempts = self._take_closed(index)
-            built.append((StageKind.DETOKENIZER, index, _empty_emit(self._bare_step, rids, attempts)))
+        # Last, since rows of results that came before the abort may stand above.
+        for index, closed in self._closed.items():
+            built.append((StageKind.DETOKENIZER, index, _closing_emit(self._step, closed)))
+        self._closed.clear()
+        built += self._messages
+        self._messages.clear()
         return built
 
-    def _take_closed(self, detokenizer: int) -> tuple[bytes, bytes]:
-        if not self._closed:
-            return b"", b""
-        closed = self._closed.pop(detokenizer, [])
-        rids, attempts = [rid for rid, _ in closed], [attempt for _, attempt in closed]
-        return np.array(rids, U64).tobytes(), np.array(attempts, U32).tobytes()
 
-    def _emit(self, rows: StepRows, detokenizer: int) -> Emit:
-        view = rows.view
-        finishes, matched, matched_eos = _end_columns(rows.ends, len(view)) if rows.ends else _NO_COLUMNS
-        closed_rids, closed_attempts = self._take_closed(detokenizer)
-        return Emit(
-            step=rows.step,
-            rids=view.rid_bytes(),
-            attempts=view.attempt_bytes(),
-            indexes=b"",
-            starts=rows.starts.tobytes(),
-            counts=b"",
-            ids=rows.ids.tobytes(),
-            finishes=finishes,
-            matched=matched,
-            matched_eos=matched_eos,
-            openings=tuple(rows.openings),
-            logprobs=tuple(rows.logprobs),
-            closed_rids=closed_rids,
-            closed_attempts=closed_attempts,
-        )
+def _emit(rows: StepRows) -> Emit:
+    view = rows.view
+    finishes, matched, matched_eos = _end_columns(rows.ends, len(view)) if rows.ends else _NO_COLUMNS
+    return Emit(
+        step=rows.step,
+        rids=view.rid_bytes(),
+        attempts=view.attempt_bytes(),
+        indexes=b"",
+        starts=rows.starts.tobytes(),
+        counts=b"",
+        ids=rows.ids.tobytes(),
+        finishes=finishes,
+        matched=matched,
+        matched_eos=matched_eos,
+        openings=tuple(rows.openings),
+        logprobs=tuple(rows.logprobs),
+        closed_rids=b"",
+        closed_attempts=b"",
+    )
 
 
 def _end_columns(ends: list[End], count: int) -> tuple[bytes, bytes, bytes]:
@@ -188,7 +184,7 @@ def _bare_emit(step: int, bare: list[BareRow]) -> Emit:
     )
 
 
-def _empty_emit(step: int, closed_rids: bytes, closed_attempts: bytes) -> Emit:
+def _closing_emit(step: int, closed: list[tuple[int, int]]) -> Emit:
     return Emit(
         step=step,
         rids=b"",
@@ -202,6 +198,6 @@ def _empty_emit(step: int, closed_rids: bytes, closed_attempts: bytes) -> Emit:
         matched_eos=b"",
         openings=(),
         logprobs=(),
-        closed_rids=closed_rids,
-        closed_attempts=closed_attempts,
+        closed_rids=np.array([rid for rid, _ in closed], U64).tobytes(),
+        closed_attempts=np.array([attempt for _, attempt in closed], U32).tobytes(),
     )

@@ -1,0 +1,275 @@
+"""Microseconds a step of the scheduler: plan + result + building what is sent, with the full policy on.
+
+    python scripts/bench_scheduler.py [--rows 64,256,1024,4096] [--steps 300] [--peer vllm]
+
+Two traces: *steady* (every row has a prompt of 256 tokens and decodes) and *churn* (prompts of 64 tokens, 5 to 15 output
+tokens, so that about 10 % of the rows end and are replaced in every step). No model runs: ids are drawn
+beforehand. Times are medians over steps; accepting a request and msgpack are timed apart. With --peer vllm, vLLM's V1
+scheduler gets the same trace in alternating turns of the same run (see scripts/peer_vllm_scheduler.py).
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import msgspec
+import numpy as np
+
+from proto.config import SchedulerOptions
+from proto.messages import Admit, Message, Sampling, StepResult, WorkClass, WorkerFacts, column
+from scheduler.core import Scheduler
+
+PAGE_SIZE = 16
+MAX_MODEL_LEN = 8192
+VOCAB = 49152
+MIN_STEPS = 40
+ROUNDS = 3
+PEER_PYTHON = Path(__file__).resolve().parent.parent / ".venv-vllm" / "bin" / "python"
+PEER_DRIVER = Path(__file__).resolve().parent / "peer_vllm_scheduler.py"
+
+
+@dataclass
+class Timing:
+    """Median µs of one configuration."""
+
+    step: float  # plan + result + outgoing
+    plan: float
+    result: float
+    outgoing: float
+    accept: float  # of one request
+    encode: float  # msgpack of the plan and the Emit
+    steps: int
+
+
+class Trace:
+    """Seeded requests: the same lengths and ids for every scheduler that runs them."""
+
+    def __init__(self, churn: bool) -> None:
+        self._random = random.Random(0)
+        self._churn = churn
+
+    def first(self) -> tuple[list[int], int]:
+        """Prompt ids and output tokens of a request that is there at the start."""
+        return self._prompt(256), self._random.randrange(20, 200) if self._churn else MAX_MODEL_LEN - 256 - 1
+
+    def next(self) -> tuple[list[int], int]:
+        """Of one that replaces another."""
+        return self._prompt(64), self._random.randrange(5, 15)
+
+    def _prompt(self, length: int) -> list[int]:
+        return [self._random.randrange(1, VOCAB) for _ in range(length)]
+
+
+class Ours:
+    """Drives `scheduler.core.Scheduler` at pipeline depth 2."""
+
+    def __init__(self, rows: int, churn: bool) -> None:
+        self.rows = rows
+        self._churn = churn
+        self._trace = Trace(churn)
+        options = SchedulerOptions(
+            pipeline_depth=2,
+            prefix_caching=True,
+            chunked_prefill=True,
+            max_num_batched_tokens=max(8192, rows),
+            max_num_seqs=rows,
+            max_queue=2 * rows,
+            debug_preempt_every=0,
+        )
+        facts = WorkerFacts(
+            num_pages=rows * 80 + 1000,
+            page_size=PAGE_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=rows,
+            max_num_batched_tokens=max(8192, rows),
+            vocab_size=VOCAB,
+            device="none",
+            dtype="none",
+            kv_bytes_per_token=1,
+        )
+        self.scheduler = Scheduler(options, facts, epoch=1)
+        self._number = 0
+        self._ids = np.random.default_rng(0).integers(1, VOCAB, 1 << 20).astype(np.int32)
+        self._now = 1
+        self._encoder = msgspec.msgpack.Encoder()
+        self._accept_us: list[float] = []
+        for _ in range(rows):
+            self._admit(*self._trace.first())
+        self._planned: list[int] = []  # rows that each step in flight samples
+        self._step = 0
+
+    def _admit(self, prompt: list[int], max_new: int) -> None:
+        self._number += 1
+        admit = Admit(
+            rid=self._number,
+            attempt=1,
+            prompt_ids=np.array(prompt, np.int32).tobytes(),
+            output_ids=b"",
+            sampling=Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=self._number, logprobs=-1),
+            max_new_tokens=max_new,
+            min_new_tokens=0,
+            stop_ids=np.array([0], np.int32).tobytes(),
+            num_eos=1,
+            work_class=WorkClass.CHAT,
+            priority=0,
+            cache_salt="",
+            deadline=0,
+            arrival=self._now,
+            opening=b"x" * 100,
+        )
+        begin = time.perf_counter()
+        self.scheduler.on_message(admit, self._now)
+        self._accept_us.append((time.perf_counter() - begin) * 1e6)
+
+    def run(self, steps: int) -> Timing:
+        """Measure so many steps in which at least 95 % of the rows run."""
+        scheduler = self.scheduler
+        samples: list[tuple[float, float, float, float]] = []
+        decodes = 0
+        while len(samples) < steps:
+            if self._churn:
+                while self._number - scheduler.counts.finished < self.rows:
+                    self._admit(*self._trace.next())
+            plan_time = 0.0
+            plans = []
+            while True:
+                begin = time.perf_counter()
+                plan = scheduler.plan(self._now)
+                plan_time += time.perf_counter() - begin
+                if plan is None:
+                    break
+                plans.append(plan)
+                if plan.decode_slots is not None:
+                    decodes = len(column(plan.decode_slots))
+                sampled = decodes + int(column(plan.chunks).reshape(-1, 3)[:, 2].sum())
+                self._planned.append(sampled)
+            self._now += 10_000_000
+            count = self._planned.pop(0)
+            result = self._result(count)
+            begin = time.perf_counter()
+            scheduler.on_message(result, self._now)
+            middle = time.perf_counter()
+            out = scheduler.outgoing()
+            end = time.perf_counter()
+            encode_time = self._encode([*plans, *(message for _, _, message in out)])
+            if count >= self.rows * 0.95 and len(plans) == 1:
+                samples.append((plan_time, middle - begin, end - middle, encode_time))
+        plan_us, result_us, outgoing_us, encode_us = (
+            statistics.median(column) * 1e6 for column in zip(*samples, strict=True)
+        )
+        step_us = statistics.median(sum(sample[:3]) for sample in samples) * 1e6
+        accept_us = statistics.median(self._accept_us)
+        return Timing(step_us, plan_us, result_us, outgoing_us, accept_us, encode_us, len(samples))
+
+    def _result(self, count: int) -> StepResult:
+        self._step += 1
+        start = (self._step * 4099) % (len(self._ids) - count)
+        return StepResult(
+            epoch=1,
+            step=self._step,
+            ids=self._ids[start : start + count].tobytes(),
+            counts=b"",
+            statuses=b"",
+            logprobs=(),
+            device_ns=10_000_000,
+            idle_ns=0,
+        )
+
+    def _encode(self, messages: list[Message]) -> float:
+        begin = time.perf_counter()
+        for message in messages:
+            self._encoder.encode(message)
+        return time.perf_counter() - begin
+
+
+class Peer:
+    """vLLM's scheduler in its own interpreter: a line in, a line out."""
+
+    def __init__(self, rows: int, churn: bool) -> None:
+        command = [str(PEER_PYTHON), str(PEER_DRIVER), str(rows), "churn" if churn else "steady"]
+        environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "CUDA_VISIBLE_DEVICES": ""}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.about = self._read()
+
+    def run(self, steps: int) -> dict[str, float]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{steps}\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                answer: dict[str, float] = json.loads(line)
+                return answer
+        raise SystemExit(f"{PEER_DRIVER.name} ended with status {self._process.wait()}")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def measure(rows: int, churn: bool, steps: int) -> None:
+    timing = Ours(rows, churn).run(steps)
+    print(
+        f"{'churn' if churn else 'steady':7} {rows:5} rows  {timing.step:8.1f} µs a step  (plan {timing.plan:.1f}, result "
+        f"{timing.result:.1f}, outgoing {timing.outgoing:.1f}; apart: msgpack {timing.encode:.1f}, accepting one request "
+        f"{timing.accept:.1f}; {timing.steps} steps)",
+        flush=True,
+    )
+
+
+def compare(rows: int, churn: bool, steps: int) -> None:
+    """Both schedulers by turns; the ratio is of medians over the rounds."""
+    ours, peer = Ours(rows, churn), Peer(rows, churn)
+    mine, theirs = [], []
+    for _ in range(ROUNDS):
+        mine.append(ours.run(max(steps // ROUNDS, MIN_STEPS)).step)
+        theirs.append(peer.run(max(steps // ROUNDS // 4, MIN_STEPS // 2))["step_us"])
+    peer.close()
+    a, b = statistics.median(mine), statistics.median(theirs)
+    print(
+        f"{'churn' if churn else 'steady':7} {rows:5} rows  ours {a:8.1f} µs a step, vLLM {b:9.1f} µs: ratio 1/{b / a:.1f}  "
+        f"(ours {min(mine):.0f}..{max(mine):.0f}, vLLM {min(theirs):.0f}..{max(theirs):.0f})",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="64,256,1024,4096", help="numbers of running rows, with commas")
+    parser.add_argument("--steps", type=int, default=300, help="measured steps for each configuration")
+    parser.add_argument("--peer", choices=["vllm"], help="a scheduler to run over the same trace")
+    arguments = parser.parse_args()
+    load = os.getloadavg()[0]
+    print(
+        f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}, {os.cpu_count()} CPUs, load {load:.1f}; "
+        f"page size {PAGE_SIZE}, depth 2, prefix caching on, stop ids watched, full policy",
+        flush=True,
+    )
+    if arguments.peer and not PEER_PYTHON.exists():
+        raise SystemExit(f"--peer vllm needs {PEER_PYTHON}; see {PEER_DRIVER.name}")
+    for rows in (int(rows) for rows in arguments.rows.split(",")):
+        for churn in (False, True):
+            if arguments.peer:
+                compare(rows, churn, arguments.steps)
+            else:
+                measure(rows, churn, arguments.steps)
+
+
+if __name__ == "__main__":
+    main()
