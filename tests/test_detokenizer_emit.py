@@ -318,7 +318,7 @@ def test_each_server_gets_its_rows_and_each_index_its_text(vocabulary: Vocabular
 def test_columns_left_empty_mean_their_defaults(vocabulary: Vocabulary) -> None:
     detokenizer = Detokenizer(vocabulary)
     message = emit(Row([ord("x")], 0, opening=opening()))
-    bare = {name: b"" for name in ("indexes", "counts", "finishes", "matched", "matched_eos")}
+    bare = dict.fromkeys(("indexes", "counts", "finishes", "matched", "matched_eos"), b"")
     fields = {name: getattr(message, name) for name in message.__struct_fields__} | bare
     (delta,) = detokenizer.on_emit(Emit(**fields))[1].rows
     assert (delta.index, delta.text, delta.finish, delta.matched_id) == (0, "x", Finish.NONE, -1)

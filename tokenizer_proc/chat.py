@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import jinja2
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -32,6 +33,27 @@ class ChatError(ValueError):
 
 class _OutOfTime(BaseException):
     """Not an Exception: nothing in Jinja may take it for an error of the template and go on."""
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Refuses the two operators that can fill the memory, or the time, within one step of the interpreter."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if _result_size(operator, left, right) > _MOST_CHARACTERS:
+            raise SecurityError(f"the result of {operator} in the chat template is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+def _result_size(operator: str, left: Any, right: Any) -> int:
+    """Elements of a repeated sequence, or bits of a power; 0 where neither is asked for."""
+    if operator == "*":
+        for sequence, times in ((left, right), (right, left)):
+            if isinstance(sequence, str | bytes | list | tuple) and isinstance(times, int):
+                return len(sequence) * times
+        return 0
+    return left.bit_length() * right if isinstance(left, int) and isinstance(right, int) else 0
 
 
 class _GenerationTag(Extension):
@@ -60,6 +82,8 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             self._broken = f"the model's chat template has a syntax error in line {error.lineno}: {error.message}"
+        except Exception as error:  # Jinja computes constant expressions here
+            self._broken = f"the model's chat template cannot be compiled: {type(error).__name__}: {error}"
 
     def pieces(self, messages: Sequence[ChatMessage], now: float) -> tuple[Piece, ...]:
         """Render a chat, open for the assistant's answer, into pieces to encode.
@@ -150,9 +174,7 @@ class ChatTemplate:
 
 
 def _environment() -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _GenerationTag]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _GenerationTag])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     return environment

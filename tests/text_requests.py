@@ -1,0 +1,70 @@
+"""Messages that a server would send to a tokenizer."""
+
+from typing import Any
+
+import numpy as np
+
+from proto.messages import ChatMessage, RequestParams, Sampling, Submit, TokenizeCall, WorkClass, WorkerFacts
+
+WORKER = WorkerFacts(
+    num_pages=4,
+    page_size=16,
+    max_model_len=64,
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+    vocab_size=601,
+    device="cpu",
+    dtype="float32",
+    kv_bytes_per_token=1,
+)
+
+
+def i32(values: list[int]) -> bytes:
+    return np.array(values, "<i4").tobytes()
+
+
+def ids_of(data: bytes) -> list[int]:
+    return [int(number) for number in np.frombuffer(data, "<i4")]
+
+
+def make_params(**changes: Any) -> RequestParams:
+    """Defaults of a call that sets nothing, with changes; `logprobs` goes to the sampling."""
+    sampling = Sampling(1.0, 0, 1.0, 0.0, 7, changes.pop("logprobs", -1))
+    values: dict[str, Any] = {
+        "sampling": sampling,
+        "max_new_tokens": -1,
+        "min_new_tokens": 0,
+        "stop_strings": (),
+        "stop_token_ids": b"",
+        "include_stop": False,
+        "ignore_eos": False,
+        "skip_special_tokens": True,
+        "work_class": WorkClass.CHAT,
+        "priority": 0,
+        "cache_salt": "",
+        "deadline": 0,
+    }
+    return RequestParams(**values | changes)
+
+
+def make_submit(prompt: str | list[int] | list[ChatMessage], rid: int = 1, **changes: Any) -> Submit:
+    """A Submit of a text, of ids or of a chat; `changes` are of Submit or of its params."""
+    mine = {name: changes.pop(name) for name in ("attempt", "resume", "now") if name in changes}
+    chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], ChatMessage)
+    return Submit(
+        rid=rid,
+        attempt=mine.get("attempt", 0),
+        text=prompt if isinstance(prompt, str) else None,
+        token_ids=i32(prompt) if isinstance(prompt, list) and not chat else None,  # type: ignore[arg-type]
+        chat=tuple(prompt) if chat else None,  # type: ignore[arg-type]
+        now=mine.get("now", 0.0),
+        arrival=123,
+        params=make_params(**changes),
+        resume=mine.get("resume"),
+    )
+
+
+def make_call(prompt: str | list[ChatMessage], rid: int = 1, add_special_tokens: bool = True) -> TokenizeCall:
+    text = prompt if isinstance(prompt, str) else None
+    chat = None if isinstance(prompt, str) else tuple(prompt)
+    return TokenizeCall(rid, text, chat, 0.0, add_special_tokens)
