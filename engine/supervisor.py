@@ -1,5 +1,6 @@
 """The root process of an instance: brings events to the Lifecycle and carries out what it decides."""
 
+import contextlib
 import json
 import os
 import selectors
@@ -20,7 +21,7 @@ from engine.port import Port, PortError
 from engine.preparation import PreparationError, prepare_model
 from engine.processes import DeathPipe, Process, look_at
 from engine.rundir import RunDir, RunDirError
-from engine.runtime.stage import SUPERVISOR
+from engine.runtime.stage import SUPERVISOR, title_of
 from engine.signals import Signals
 from proto.channel import Address, ChannelError, Context, Inbox, Outbox
 from proto.ids import StageKind
@@ -30,11 +31,12 @@ _INCARNATION = 1
 _TICK_SECONDS = 0.2
 _BACKLOG_SECONDS = 0.01
 _USAGE_ERROR = 2
+_DRAFT = ".part"
 
 
 def serve(config: ServeConfig, modules: Mapping[StageKind, str] = MODULES) -> int:
     """Run an instance until it ends; returns the exit code. `modules` are what the stages run."""
-    setproctitle("quintet supervisor")
+    setproctitle(title_of(StageKind.SUPERVISOR, 0))
     console = Console()
     try:
         return _serve(config, modules, console, Signals())
@@ -43,12 +45,12 @@ def serve(config: ServeConfig, modules: Mapping[StageKind, str] = MODULES) -> in
 
 
 def _serve(config: ServeConfig, modules: Mapping[StageKind, str], console: Console, signals: Signals) -> int:
-    if config.ready_file:
-        Path(config.ready_file).unlink(missing_ok=True)
     try:
+        if config.ready_file:
+            _clear_ready_file(Path(config.ready_file))
         port = Port(config.host, config.port)
         run_dir = RunDir(config.run_dir)
-    except (PortError, RunDirError) as error:
+    except (ReadyFileError, PortError, RunDirError) as error:
         console.forward(f"quintet serve: error: {error}")
         return _USAGE_ERROR
     pipe = DeathPipe()
@@ -72,6 +74,10 @@ def _serve(config: ServeConfig, modules: Mapping[StageKind, str], console: Conso
         pipe.close()
         run_dir.remove()
         port.close()
+
+
+class ReadyFileError(RuntimeError):
+    """The ready-file cannot be written; the text names it."""
 
 
 class Supervisor:
@@ -206,14 +212,14 @@ class Supervisor:
     def _start(self, address: Address, incarnation: int) -> list[Action]:
         if self._lifecycle.failure:
             return []
-        document = stage_config(self._config, self._around, address, incarnation)
         path = Path(self._around.run_dir) / f"{address}.json"
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(document)))
         command = command_line(self._config, sys.executable, self._modules[address.kind], address.kind, str(path))
+        document = stage_config(self._config, self._around, address, incarnation)
         if address not in self._outboxes:
             self._outboxes[address] = Outbox(self._context, self._around.run_dir, SUPERVISOR, _INCARNATION, address)
         self._outboxes[address].address_incarnation(incarnation)
         try:
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(document)))
             process = Process(command, self._pipe.read_fd)
         except OSError as error:
             return self._lifecycle.on_startup_error(f"{command[0]!r} cannot be started: {error.strerror}")
@@ -224,9 +230,9 @@ class Supervisor:
     def _announce(self) -> None:
         if self._config.ready_file:
             _write_atomically(Path(self._config.ready_file), json.dumps(self._facts(), indent=2) + "\n")
-        line = f"quintet serves {self._config.names[0]} on {self._port.address}\n"
-        sys.stdout.write(line)
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # nobody reads stdout
+            sys.stdout.write(f"quintet serves {self._config.names[0]} on {self._port.address}\n")
+            sys.stdout.flush()
 
     def _facts(self) -> dict[str, object]:
         stages = self._lifecycle.stages.values()
@@ -251,8 +257,19 @@ class Supervisor:
         self._context.close(linger=0)  # with the outboxes: nobody is left to read what they hold
 
 
+def _clear_ready_file(path: Path) -> None:
+    """A file of an earlier instance must not be taken for ours, nor a bad path come out after the model has loaded."""
+    try:
+        draft = path.with_name(path.name + _DRAFT)
+        draft.touch()
+        draft.unlink()
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ReadyFileError(f"--ready-file {path}: {error.strerror}") from error
+
+
 def _write_atomically(path: Path, text: str) -> None:
     """A reader sees all of it or nothing."""
-    draft = path.with_name(path.name + ".part")
+    draft = path.with_name(path.name + _DRAFT)
     draft.write_text(text)
     draft.replace(path)

@@ -286,10 +286,9 @@ def test_nobody_outlives_a_killed_supervisor(start: Start, way: str) -> None:
             instance = start().serving()
     family = instance.family()
     if way == "stopped":
+        instance.signal(signal.SIGSTOP)  # first, or it would see them stop
         for process in family:
             process.suspend()
-            process.status()
-        # All at once with the supervisor, or it would see them stop.
     instance.signal(signal.SIGKILL)
     instance.wait()
     until(lambda: gone(family), 5.0, lambda: str(family))
@@ -341,6 +340,13 @@ def test_an_unread_stderr_stops_nobody(tmp_path: Path) -> None:
         process.wait()
         assert process.stderr is not None
         process.stderr.close()
+
+
+def test_a_bad_ready_file_is_named_before_anything_starts(start: Start) -> None:
+    instance = start("--ready-file", "/no/such/folder/ready.json")
+    assert instance.wait() == 2
+    assert "--ready-file /no/such/folder/ready.json: No such file or directory" in instance.output
+    assert not list(instance.parent.iterdir())
 
 
 def test_an_instance_that_does_not_come_up_says_why() -> None:

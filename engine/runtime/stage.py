@@ -63,6 +63,21 @@ class Handler(Protocol):
         """For the heartbeat; cheap."""
 
 
+class BusyShare:
+    """How much of its time a loop works: the part in which it does not wait for messages."""
+
+    def __init__(self, now: float) -> None:
+        self.idle = 0.0  # seconds of waiting, added by the loop
+        self._since = now
+
+    def take(self, now: float) -> float:
+        """Share since the last call, 0..1."""
+        elapsed = max(now - self._since, 1e-9)
+        share = min(max(1.0 - self.idle / elapsed, 0.0), 1.0)
+        self._since, self.idle = now, 0.0
+        return share
+
+
 class Stage:
     """The process's surroundings: who it is, its inbox, its outboxes, and who else lives."""
 
@@ -176,13 +191,16 @@ class Stage:
 
     def _loop(self, handler: Handler) -> None:
         pause: float | None = 0.0
+        share = BusyShare(time.monotonic())
         while not self.stopping:
-            self.heartbeat(handler.counters)
+            self.heartbeat(lambda: {**handler.counters(), "busy_share": share.take(time.monotonic())})
             wait = _IDLE_SECONDS if pause is None else min(pause, _IDLE_SECONDS)
             if not self.flush():
                 wait = min(wait, _RETRY_SECONDS)
             if wait > 0:
+                began = time.monotonic()
                 self.inbox.wait(wait)
+                share.idle += time.monotonic() - began
             for message in self.inbox.drain():
                 self._dispatch(handler, message)
             pause = handler.step(time.monotonic_ns())
@@ -210,8 +228,13 @@ class Stage:
 
 def title_of(kind: StageKind, index: int) -> str:
     """Name of a stage's process in ps, top and profilers."""
-    rank = " rank 0" if kind is StageKind.WORKER else ""
-    return f"quintet {kind.label} {index}{rank}"
+    match kind:
+        case StageKind.SUPERVISOR:
+            return "quintet supervisor"
+        case StageKind.WORKER:
+            return f"quintet worker {index} rank 0"
+        case _:
+            return f"quintet {kind.label} {index}"
 
 
 def set_title(config: StageConfig) -> None:
