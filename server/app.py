@@ -62,6 +62,7 @@ async def serve(stage: Stage) -> int:
     stage.ready(ServerFacts(address=address))
     log.info("listening on %s", address)
     follower = asyncio.create_task(_follow(edge, readiness))
+    follower.add_done_callback(edge.outlive)
     code = await edge.ended
     follower.cancel()
     await server.stop(_GOODBYE_SECONDS)
@@ -100,17 +101,16 @@ async def _follow(edge: Edge, readiness: Health) -> None:
     while True:
         await edge.phase_changed.wait()
         edge.phase_changed.clear()
-        if edge.readiness.phase is Phase.WARMING:
-            await _warm_up(edge)
         serving = edge.readiness.phase is Phase.SERVING
         await readiness.tell_ready(serving)
         if serving and not told_serving:
             told_serving = True
             edge.stage.outbox(SUPERVISOR).send(Serving())
+        await _warm_up(edge)
 
 
 async def _warm_up(edge: Edge) -> None:
-    """Pass a token round the ring, again and again until one comes through or the phase changes otherwise."""
+    """In the phase for it, pass a token round the ring, until one comes through or the phase changes otherwise."""
     while edge.readiness.phase is Phase.WARMING and edge.readiness.facts is not None:
         try:
             await _pass_token(edge, edge.readiness.facts)

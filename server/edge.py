@@ -124,9 +124,16 @@ class Edge:
 
     def _tick(self) -> None:
         """What must happen without a message. Reading is only for safety: the descriptor is edge-triggered."""
+        self._receive()
         if self.ended.done():
             return
-        self._receive()
+        try:
+            self._keep_time()
+        except Exception as error:
+            self._die(error)
+        self._loop.call_later(_TICK_SECONDS, self._tick)
+
+    def _keep_time(self) -> None:
         self.stage.heartbeat(self.counters)
         now = time.monotonic()
         if now >= self._next_census:
@@ -135,12 +142,20 @@ class Edge:
         self._flush()
         if self.stage.stopping:
             self.end(0)
-        self._loop.call_later(_TICK_SECONDS, self._tick)
 
     def end(self, code: int) -> None:
         """Let the process leave with this exit code; the first one counts."""
         if not self.ended.done():
             self.ended.set_result(code)
+
+    def outlive(self, task: asyncio.Task[None]) -> None:
+        """Callback of a task that ends only when it is cancelled; otherwise the process leaves because of a bug."""
+        if not task.cancelled():
+            self._die(task.exception())
+
+    def _die(self, error: BaseException | None) -> None:
+        log.critical("this stage dies of a bug", exc_info=error)
+        self.end(4)
 
     def _receive(self) -> None:
         """Drain the inbox fully, in turns with the loop's other work."""
@@ -153,9 +168,8 @@ class Edge:
         except ChannelError as error:
             log.critical("%s", error)
             self.end(3)
-        except Exception:
-            log.critical("this stage dies of a bug", exc_info=True)
-            self.end(4)
+        except Exception as error:
+            self._die(error)
         else:
             if messages:
                 self._loop.call_soon(self._receive)

@@ -1,6 +1,7 @@
 """A real server in this process, with scripted peers on the other inboxes of its ring."""
 
 import asyncio
+import gc
 import shutil
 import socket
 import tempfile
@@ -32,6 +33,7 @@ from proto.messages import (
     FlushReply,
     Message,
     Reject,
+    RejectCode,
     StageInfo,
     StageState,
     Stop,
@@ -245,11 +247,10 @@ class FakeRing:
         if isinstance(message, Submit) and message.params.max_new_tokens == 1:
             self.play(message)
 
-    def reject(self, message: Message, **fields: Any) -> None:
+    def reject(self, refused: Submit | TokenizeCall, code: RejectCode, text: str) -> None:
         """Refuse a submit or call."""
-        attempt = getattr(message, "attempt", 0)
-        rid: int = message.rid  # type: ignore[attr-defined]  # submits and calls have one
-        self.send(Reject(rid=rid, attempt=attempt, **fields))
+        attempt = refused.attempt if isinstance(refused, Submit) else 0
+        self.send(Reject(refused.rid, attempt, code, "text", text, retry_after_ms=1500))
 
     async def pump(self) -> None:
         """Take what comes, until cancelled."""
@@ -282,14 +283,16 @@ async def serving(ring_world: World | None = None, **options: Any) -> AsyncItera
         run_dir=run_dir,
         death_fd=-1,
         log_level="info",
-        options=msgspec.Raw(msgspec.json.encode(make_options(port=free_port(), **options))),
+        options=msgspec.Raw(msgspec.json.encode(make_options(**({"port": free_port()} | options)))),
     )
     ring = FakeRing(run_dir)
     stage = Stage(config)
     pump = asyncio.create_task(ring.pump())
     ring.server = asyncio.create_task(serve(stage))
     try:
-        await eventually(lambda: ring.got)
+        await eventually(lambda: ring.got or ring.server.done())
+        if ring.server.done():
+            raise RuntimeError(f"the server ended with {ring.server.result()}")
         ring.address = f"127.0.0.1:{msgspec.json.decode(config.options)['port']}"
         ring.tell_world(make_world() if ring_world is None else ring_world)
         if ring_world is None:
@@ -301,6 +304,8 @@ async def serving(ring_world: World | None = None, **options: Any) -> AsyncItera
         ring.server.cancel()
         pump.cancel()
         await asyncio.gather(ring.server, pump, return_exceptions=True)
+        del ring.server  # grpc's objects must go before their loop does
+        gc.collect()
         stage.inbox.close()
         stage._context.close()
         ring.close()
@@ -314,8 +319,8 @@ def free_port() -> int:
 
 
 @asynccontextmanager
-async def calling(ring: FakeRing, *options: tuple[str, int]) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel of its own, so that closing it is a client that vanishes."""
+async def calling(ring: FakeRing, *options: tuple[str, int]) -> AsyncIterator[Any]:
+    """A grpc.aio channel of its own, without types, so that closing it is a client that vanishes."""
     arguments = (("grpc.use_local_subchannel_pool", 1), *options)
     async with grpc.aio.insecure_channel(ring.address, options=arguments) as channel:
         yield channel
