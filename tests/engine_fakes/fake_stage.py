@@ -45,6 +45,8 @@ class FakeLoop:
             self._stage.outbox(SUPERVISOR).send(Serving())
 
     def step(self, now: int) -> float | None:
+        if BEHAVIOUR == "bug":
+            raise KeyError("a bug")
         if self._drain_at is not None and time.monotonic() >= self._drain_at:
             self._drain_at = float("inf")
             _log("drained")
