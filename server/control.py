@@ -175,6 +175,7 @@ def _replica(info: StageInfo) -> pb.ReplicaLoad:
     def count(name: str) -> int:
         return int(info.counters.get(name, 0))
 
+    asked = info.counters.get("prefix_query_tokens", 0.0)
     return pb.ReplicaLoad(
         index=info.index,
         running=count("running"),
@@ -182,5 +183,5 @@ def _replica(info: StageInfo) -> pb.ReplicaLoad:
         pages_total=count("pages_total"),
         pages_free=count("pages_free"),
         pages_cached=count("pages_cached"),
-        cache_hit_rate=info.counters.get("cache_hit_rate", 0.0),
+        cache_hit_rate=info.counters.get("prefix_hit_tokens", 0.0) / asked if asked else 0.0,
     )

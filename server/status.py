@@ -34,7 +34,8 @@ class InvalidFieldError(CallError):
     reason = "INVALID_FIELD"
 
     def __init__(self, field: str, description: str) -> None:
-        super().__init__(f"{field}: {description}" if field else description)
+        # Inner stages' sentences begin with the field's name already.
+        super().__init__(description if description.startswith(field) else f"{field}: {description}")
         self.field = field
         self.description = description
 

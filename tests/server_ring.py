@@ -65,6 +65,15 @@ WORKER = WorkerFacts(
     kv_bytes_per_token=64,
 )
 TOKENIZER = TokenizerFacts(vocab_size=90, eos_ids=(EOS,), has_chat_template=True)
+SCHEDULER_COUNTERS = {
+    "running": 3.0,
+    "waiting": 4.0,
+    "pages_total": 64.0,
+    "pages_free": 40.0,
+    "pages_cached": 8.0,
+    "prefix_hit_tokens": 30.0,
+    "prefix_query_tokens": 120.0,
+}
 T = TypeVar("T")
 SERVER = Address(StageKind.SERVER, 0)
 _PEERS = (StageKind.SUPERVISOR, StageKind.TOKENIZER, StageKind.SCHEDULER, StageKind.DETOKENIZER)
@@ -127,7 +136,7 @@ def make_world(
                 rss_bytes=1 << 20,
                 cpu_seconds=0.5,
                 restarts=0,
-                counters={"running": 3.0, "waiting": 4.0} if kind is StageKind.SCHEDULER else {},
+                counters=SCHEDULER_COUNTERS if kind is StageKind.SCHEDULER else {},
             )
             for kind in list(StageKind)[1:]
         ),

@@ -692,6 +692,8 @@ def test_control_tells_what_the_ring_found() -> None:
             assert len(info.limits.ListFields()) == len(info.limits.DESCRIPTOR.fields)
             (replica,) = (await client.get_load()).replicas
             assert (replica.running, replica.waiting) == (3, 4)
+            assert (replica.pages_total, replica.pages_free, replica.pages_cached) == (64, 40, 8)
+            assert replica.cache_hit_rate == 0.25
 
     run(main())
 
