@@ -313,6 +313,12 @@ def test_names_that_lead_nowhere(tmp_path: Path) -> None:
         prepare(str(write_config(tmp_path, LLAMA) / "config.json"))
 
 
+@pytest.mark.parametrize("name", ["", "~nobody-of-that-name/m", "x" * 5000, "a\0b", "/proc/1/mem/x"])
+def test_odd_names_are_refused_like_others(name: str) -> None:
+    with pytest.raises(ModelError):
+        prepare(name)
+
+
 def test_a_name_on_the_hub_without_network_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 

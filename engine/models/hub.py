@@ -31,12 +31,11 @@ def fetch_from_hub(name: str, progress: Progress, *, weights_needed: bool) -> Pa
     from huggingface_hub import constants
 
     progress(f"fetching {name} from {constants.ENDPOINT}", 0, 0)
-    revision, refusal = _newest_revision(name)
+    refusal = _refusal(name)
     try:
         found = huggingface_hub.snapshot_download(
             name,
-            revision=revision,
-            local_files_only=revision is None,
+            local_files_only=refusal is not None,
             allow_patterns=_TEXT_FILES + (_WEIGHT_FILES if weights_needed else []),
             etag_timeout=_CONNECT_SECONDS,
             tqdm_class=_progress_bar(name, progress),
@@ -51,14 +50,15 @@ def fetch_from_hub(name: str, progress: Progress, *, weights_needed: bool) -> Pa
     return Path(str(found))
 
 
-def _newest_revision(name: str) -> tuple[str | None, Exception | None]:
-    """Ask the hub, with a deadline that its download functions lack. (None, why) when it cannot tell."""
+def _refusal(name: str) -> Exception | None:
+    """Why the hub does not give this model, asked with a deadline that the download functions lack; None if it does."""
     import huggingface_hub
 
     try:
-        return huggingface_hub.HfApi().model_info(name, timeout=_CONNECT_SECONDS).sha, None
+        huggingface_hub.HfApi().model_info(name, timeout=_CONNECT_SECONDS)
     except Exception as error:  # see above; HF_HUB_OFFLINE ends here too
-        return None, error
+        return error
+    return None
 
 
 def _first_lines(error: Exception) -> str:

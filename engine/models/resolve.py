@@ -1,5 +1,6 @@
 """From what the operator typed to a ModelManifest."""
 
+import os
 from pathlib import Path
 
 from engine.models.demo import fetch_demo
@@ -20,7 +21,13 @@ def prepare(name: str, *, weights_needed: bool = True, progress: Progress = sile
     or, without weights, a config.json. Without weights, a model that has no tokenizer.json gets a
     synthetic tokenizer. Raises ModelError.
     """
-    path = _locate(name, progress, weights_needed=weights_needed)
+    try:
+        return _read(name, _locate(name, progress, weights_needed=weights_needed), weights_needed=weights_needed)
+    except OSError as error:
+        raise ModelError(f"cannot read {error.filename or name}: {error.strerror}") from error
+
+
+def _read(name: str, path: Path, *, weights_needed: bool) -> ModelManifest:
     if path.is_dir():
         return read_directory(name, path / "config.json", weights_needed=weights_needed)
     if path.suffix == ".gguf":
@@ -42,7 +49,7 @@ def _locate(name: str, progress: Progress, *, weights_needed: bool) -> Path:
     """A directory, a .gguf file or a .json file that exists."""
     if name == "demo":
         return fetch_demo(progress)
-    path = Path(name).expanduser().absolute()
+    path = Path(os.path.expanduser(name)).absolute()
     if path.is_dir() or (path.is_file() and path.suffix in (".gguf", ".json")):
         return path
     if path.exists():
