@@ -1,7 +1,6 @@
 """The detokenizer's surroundings: inbox, outboxes, counters."""
 
 import ctypes
-import time
 
 from detokenizer_proc.detokenizer import Detokenizer
 from detokenizer_proc.vocabulary import read_vocabulary
@@ -20,32 +19,24 @@ class DetokenizerLoop:
         manifest = stage.options.manifest
         self._stage = stage
         self._detokenizer = Detokenizer(read_vocabulary(manifest.tokenizer_json, manifest.config.vocab_size))
-        self._busy = 0.0  # seconds of work since the last heartbeat
-        self._counted_from = time.monotonic()
         # Reading the file took several times what is left of it.
         ctypes.CDLL(None).malloc_trim(0)
         stage.ready()
 
     def on_message(self, message: Message) -> None:
-        begin = time.monotonic()
         if isinstance(message, Emit):
             for server, deltas in self._detokenizer.on_emit(message).items():
                 self._stage.outbox(Address(StageKind.SERVER, server)).send(deltas)
         elif isinstance(message, DetokenizeCall):
             caller = Address(StageKind.SERVER, server_of(message.rid))
             self._stage.outbox(caller).send(self._detokenizer.on_call(message))
-        self._busy += time.monotonic() - begin
 
     def step(self, now: int) -> float | None:
         return None
 
     def counters(self) -> dict[str, float]:
-        now = time.monotonic()
-        share = self._busy / max(now - self._counted_from, 1e-9)
-        self._busy, self._counted_from = 0.0, now
         return {
             "live_requests": float(self._detokenizer.live_requests),
             "tokens": float(self._detokenizer.tokens),
             "unknown_rows": float(self._detokenizer.unknown_rows),
-            "busy_share": share,
         }

@@ -1,5 +1,6 @@
 """Chat templates against transformers, and against whoever writes into them or writes them."""
 
+import re
 import time
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +15,7 @@ from proto.messages import ChatMessage
 from proto.model import ModelManifest
 from tests.tiny_tokenizers import CHAT_TEMPLATE, SPECIALS, byte_level, sentence_piece
 from tokenizer_proc.chat import ChatError, ChatTemplate
-from tokenizer_proc.encoding import Mode, TextEncoder
+from tokenizer_proc.encoding import Mode, SpecialToken, TextEncoder, spelling_pattern
 
 LLAMA_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -174,6 +175,21 @@ def test_a_unigram_model_does_not_find_special_tokens_in_characters(tmp_path: Pa
     model = Model(tmp_path / "t.json", "{{ bos_token }}{{ messages[0].content }}", bos="<s>")
     ids = model.ids((("user", "a<s>b<s>"),))
     assert [tokenizer.id_to_token(number) for number in ids] == ["<s>", "a", "<", "s", ">", "b", "<", "s", ">"]
+
+
+@given(st.sets(st.text("<|ab[", min_size=1, max_size=4), max_size=6), st.text("<|ab[x", max_size=30))
+@settings(max_examples=200, deadline=None)
+def test_spellings_are_found_as_a_plain_alternation_finds_them(spellings: set[str], text: str) -> None:
+    plain = "|".join(re.escape(spelling) for spelling in sorted(spellings, key=len, reverse=True)) or "(?!)"
+    pattern = spelling_pattern(SpecialToken(spelling, False, False) for spelling in spellings)
+    assert pattern.findall(text) == re.findall(plain, text)
+
+
+def test_a_text_full_of_beginnings_is_searched_in_linear_time() -> None:
+    pattern = spelling_pattern(SpecialToken(f"<|reserved_{n}|>", False, False) for n in range(1000))
+    start = time.monotonic()
+    assert pattern.findall("<|reserved_" * 50_000) == []
+    assert time.monotonic() - start < 2
 
 
 def failure(path: Path, template: str, chat: Chat = (("user", "x"),), timeout: float = 0.5) -> str:

@@ -43,9 +43,24 @@ class SpecialToken(NamedTuple):
 
 
 def spelling_pattern(tokens: Iterable[SpecialToken]) -> re.Pattern[str]:
-    """Matches the spelling of any of these tokens, the longest where several begin."""
-    longest_first = sorted((token.content for token in tokens if token.content), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    """Matches the spelling of any of these tokens, the longest where several begin.
+
+    Some tokenizers have a thousand: as a tree, so that no place of a text is compared with each of them.
+    """
+    spellings = {token.content for token in tokens if token.content}
+    return re.compile(_tree(spellings) if spellings else "(?!)")
+
+
+def _tree(spellings: set[str]) -> str:
+    branches: dict[str, set[str]] = {}
+    for spelling in spellings - {""}:
+        branches.setdefault(spelling[0], set()).add(spelling[1:])
+    if not branches:
+        return ""
+    choices = [re.escape(first) + _tree(rest) for first, rest in sorted(branches.items())]
+    if len(choices) == 1 and "" not in spellings:
+        return choices[0]
+    return f"(?:{'|'.join(choices)}){'?' if '' in spellings else ''}"
 
 
 class TextEncoder:

@@ -1,7 +1,6 @@
 """The tokenizer's surroundings: inbox, outboxes, counters, and a thread for long texts."""
 
 import ctypes
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -31,8 +30,6 @@ class TokenizerLoop:
         self._long: list[tuple[Job, Future[list[Ids]]]] = []
         self._requests = 0
         self._prompt_tokens = 0
-        self._busy = 0.0  # seconds of the main thread's work since the last heartbeat
-        self._counted_from = time.monotonic()
         # Reading the file took several times what is left of it.
         _LIBC.malloc_trim(0)
         stage.ready(self._tokenizer.facts)
@@ -43,23 +40,17 @@ class TokenizerLoop:
 
     def step(self, now: int) -> float | None:
         """Encode all that came in one batch; look after the long ones."""
-        begin = time.monotonic()
         if self._waiting:
             self._take_all(now)
         if self._long:
             self._collect()
-        self._busy += time.monotonic() - begin
         return _POLL_SECONDS if self._long else None
 
     def counters(self) -> dict[str, float]:
-        now = time.monotonic()
-        share = self._busy / max(now - self._counted_from, 1e-9)
-        self._busy, self._counted_from = 0.0, now
         return {
             "requests": float(self._requests),
             "prompt_tokens": float(self._prompt_tokens),
             "long_texts": float(len(self._long)),
-            "busy_share": share,
         }
 
     def _take_all(self, now: int) -> None:
