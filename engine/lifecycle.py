@@ -128,7 +128,9 @@ class Lifecycle:
     def world(self) -> World:
         """Snapshot for the stages."""
         stages = (self._supervisor, *self.stages.values())
-        return World(tuple(stage.info() for stage in stages), self._draining, self.failure)
+        # Callers hear the first line; the rest is for the operator.
+        failure = self.failure.partition("\n")[0]
+        return World(tuple(stage.info() for stage in stages), self._draining, failure)
 
     # ------------------------------------------------------------------ events
 

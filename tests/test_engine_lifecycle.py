@@ -141,6 +141,7 @@ def test_a_death_while_serving_ends_streams_then_everything(address: Address) ->
     assert isinstance(message, Tell)
     assert isinstance(message.message, World)
     assert play.lifecycle.stages[address].title in message.message.failure
+    assert "last words" not in message.message.failure, "the operator's, not the callers'"
     if address != SERVER:
         assert not told(actions, Stop), "servers end their streams first"
         actions = play.hear(SERVER, Drained())
