@@ -36,7 +36,13 @@ class TorchForward:
     """See `worker.forward.Forward`. Build it with `load`."""
 
     def __init__(
-        self, options: WorkerOptions, model: Llama, attention: AttentionBackend, ops: Ops, pool: PoolSize, dtype: torch.dtype
+        self,
+        options: WorkerOptions,
+        model: Llama,
+        attention: AttentionBackend,
+        ops: Ops,
+        pool: PoolSize,
+        dtype: torch.dtype,
     ) -> None:
         config = options.manifest.config
         self.num_pages = pool.num_pages
@@ -61,9 +67,8 @@ class TorchForward:
             raise LoadError(f"device {options.device!r} is not one of {', '.join(DEVICES)}")
         config = options.manifest.config
         dtype = resolve_dtype(options.dtype, config.dtype)
-        threads = options.threads or len(os.sched_getaffinity(0))
+        threads = min(options.threads or len(os.sched_getaffinity(0)), numba.config.NUMBA_NUM_THREADS)
         torch.set_num_threads(threads)
-        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
         pool = size_pool(options, config.kv_bytes_per_token(dtype.itemsize))
         shape = AttentionShape(
             num_layers=config.num_layers,
@@ -81,7 +86,9 @@ class TorchForward:
             ops, attention = ReferenceOps(), ReferenceAttention(shape)
         else:
             progress("checking matrix products", 0, 0)
-            ops = CpuOps(find_rule(gemm_shapes(config, dtype, options.max_num_batched_tokens, options.max_num_seqs)))
+            ops = CpuOps(
+                find_rule(gemm_shapes(config, dtype, options.max_num_batched_tokens, options.max_num_seqs)), threads
+            )
             attention = CpuAttention(shape, threads)
         model = _model(options, ops, dtype, pool.max_model_len, progress)
         forward = cls(options, model, attention, ops, pool, dtype)

@@ -1,5 +1,6 @@
 """Attention of the cpu device: numba kernels that read the pages where they lie."""
 
+import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -10,6 +11,7 @@ from worker.batch import I32Array, StepBatch
 from worker.layers.cpu_ops import bits
 
 TILE = 8  # tokens of one row that share a load of K and V
+PARALLEL_BLOCKS = 32  # fewer KV blocks are done before a second thread has woken up
 
 
 class CpuAttention:
@@ -19,30 +21,45 @@ class CpuAttention:
         self.shape = shape
         self.threads = threads
         pages = (shape.num_layers, shape.num_pages, shape.num_kv_heads)
+        tiles = -(-shape.page_size // kernels.LANES)
         # Not touched before use: the operating system gives the memory when pages are written.
-        self.keys = bits(torch.empty(*pages, shape.head_dim, shape.page_size, dtype=shape.dtype))
+        self.keys = bits(torch.empty(*pages, tiles, shape.head_dim, kernels.LANES, dtype=shape.dtype))
         self.values = bits(torch.empty(*pages, shape.page_size, shape.head_dim, dtype=shape.dtype))
         self._scale = np.float32(shape.head_dim**-0.5)
 
     def plan(self, batch: StepBatch) -> None:
         self._batch = batch
         self._items = work_items(batch, self.shape.num_kv_heads, self.threads)
+        blocks = self.shape.num_kv_heads * (int(batch.positions.sum()) // kernels.BLOCK + len(batch.positions))
+        self._used_threads = self.threads if blocks >= PARALLEL_BLOCKS else 1
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         batch = self._batch
         keys, values = self.keys[layer], self.values[layer]
         window = self.shape.windows[layer] if self.shape.windows else 0
         out = torch.zeros(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype)
+        numba.set_num_threads(self._used_threads)
         kernels.write_kv(bits(k), bits(v), batch.kv_slots, keys, values)
         kernels.attend(
-            bits(q), keys, values, self._items, batch.positions, batch.kv_indptr, batch.kv_indices, window, self._scale, bits(out)
+            bits(q),
+            keys,
+            values,
+            self._items,
+            batch.positions,
+            batch.kv_indptr,
+            batch.kv_indices,
+            window,
+            self._scale,
+            bits(out),
         )
         return out
 
 
 def work_items(batch: StepBatch, num_kv_heads: int, threads: int) -> I32Array:
     """Items [i, 4] of `kernels.attend`, dealt so that contiguous shares cost about the same for each thread."""
-    starts = np.concatenate([np.arange(a, b, TILE) for a, b in zip(batch.qo_indptr[:-1], batch.qo_indptr[1:], strict=True)])
+    starts = np.concatenate(
+        [np.arange(a, b, TILE) for a, b in zip(batch.qo_indptr[:-1], batch.qo_indptr[1:], strict=True)]
+    )
     rows = np.searchsorted(batch.qo_indptr, starts, side="right") - 1
     counts = np.minimum(TILE, batch.qo_indptr[rows + 1] - starts)
     cost = counts * (batch.positions[starts].astype(np.int64) + kernels.BLOCK)

@@ -5,7 +5,7 @@ Context is walked in blocks of 64 absolute positions, in order, with a running s
 how often K and V are loaded, never what is added to what.
 
 Layouts, each contiguous, float32 or bfloat16 bits as uint16:
-    keys   [page, kv head, d, offset]   transposed within a page: 16 keys of one d are one vector
+    keys   [page, kv head, offset // LANES, d, offset % LANES]   one dimension of LANES keys is one vector
     values [page, kv head, offset, d]
 """
 
@@ -17,8 +17,11 @@ from numba import njit, prange
 from worker.layers.jit import ZERO, exp, fma, kernel, narrow, widen
 
 BLOCK = 64  # absolute positions a block
-LANES = 16  # partial sums of the softmax denominator
+LANES = 16  # keys of a tile, and partial sums of the softmax denominator
 MINUS_INFINITY = np.float32(-np.inf)
+NEGLIGIBLE = np.float32(
+    -60.0
+)  # e^-60 of the largest weight is lost in a float32 sum, and its denormal products are slow
 
 
 @kernel
@@ -30,31 +33,40 @@ def write_kv(k: Any, v: Any, kv_slots: Any, keys: Any, values: Any) -> None:
         offset = kv_slots[token] % page_size
         for head in range(k.shape[1]):
             for i in range(k.shape[2]):
-                keys[page, head, i, offset] = k[token, head, i]
+                keys[page, head, offset // LANES, i, offset % LANES] = k[token, head, i]
                 values[page, head, offset, i] = v[token, head, i]
 
 
 @njit  # type: ignore[untyped-decorator]
 def _load_block(keys: Any, values: Any, pages: Any, head: Any, start: Any, end: Any, k: Any, v: Any) -> None:
-    """Widen positions start..end of one kv head into k [d, BLOCK] and v [BLOCK, d]; zeros beyond `end`."""
+    """Widen positions start..end of one kv head into k [d, BLOCK] and v [BLOCK, d].
+
+    Beyond `end`, v is zero, so that weights of 0 add nothing; k holds finite or not what lay in the page's last tile,
+    or an earlier block.
+    """
     page_size = values.shape[2]
-    position = start
-    while position < end:
-        page = pages[position // page_size]
-        offset = position % page_size
-        count = min(page_size - offset, end - position)
-        at = position - start
-        for i in range(k.shape[0]):
-            for j in range(count):
-                k[i, at + j] = widen(keys[page, head, i, offset + j])
-        for j in range(count):
-            for i in range(k.shape[0]):
+    count = end - start
+    at = 0
+    while at < count:
+        page = pages[(start + at) // page_size]
+        offset = (start + at) % page_size
+        span = min(page_size - offset, count - at)
+        for j in range(span):
+            for i in range(v.shape[1]):
                 v[at + j, i] = widen(values[page, head, offset + j, i])
-        position += count
-    for j in range(end - start, BLOCK):
-        for i in range(k.shape[0]):
-            k[i, j] = ZERO
-            v[j, i] = ZERO
+        if page_size % LANES == 0:  # then blocks begin with a tile, and so do pages
+            for j in range(0, span, LANES):
+                for i in range(k.shape[0]):
+                    for lane in range(LANES):
+                        k[i, at + j + lane] = widen(keys[page, head, (offset + j) // LANES, i, lane])
+        else:
+            for j in range(span):
+                for i in range(k.shape[0]):
+                    k[i, at + j] = widen(keys[page, head, (offset + j) // LANES, i, (offset + j) % LANES])
+        at += span
+    for at in range(count, BLOCK):
+        for i in range(v.shape[1]):
+            v[at, i] = ZERO
 
 
 @njit  # type: ignore[untyped-decorator]
@@ -81,8 +93,9 @@ def _softmax(scores: Any, low: Any, high: Any, largest: Any, lanes: Any) -> Any:
         new = max(new, scores[j])
     factor = exp(largest - new) if largest != MINUS_INFINITY else ZERO
     for j in range(BLOCK):
-        weight = exp(scores[j] - new)
-        scores[j] = weight if low <= j < high else ZERO
+        distance = scores[j] - new
+        weight = exp(distance)
+        scores[j] = weight if low <= j < high and not distance < NEGLIGIBLE else ZERO
     for lane in range(LANES):
         lanes[lane] *= factor
     for j in range(0, BLOCK, LANES):
@@ -105,7 +118,16 @@ def _add_values(weights: Any, v: Any, factor: Any, out: Any) -> None:
 
 @kernel
 def attend(
-    q: Any, keys: Any, values: Any, items: Any, positions: Any, indptr: Any, indices: Any, window: Any, scale: Any, out: Any
+    q: Any,
+    keys: Any,
+    values: Any,
+    items: Any,
+    positions: Any,
+    indptr: Any,
+    indices: Any,
+    window: Any,
+    scale: Any,
+    out: Any,
 ) -> None:
     """out[n, heads × d] = softmax(q Kᵀ × scale) V for q [n, heads, d].
 
@@ -125,7 +147,7 @@ def attend(
         largest = np.full(size, MINUS_INFINITY, np.float32)
         lanes = np.zeros((size, LANES), np.float32)
         total = np.zeros((size, head_dim), np.float32)
-        k = np.empty((head_dim, BLOCK), np.float32)
+        k = np.zeros((head_dim, BLOCK), np.float32)
         v = np.empty((BLOCK, head_dim), np.float32)
         scores = np.empty((size, BLOCK), np.float32)
         last = positions[first + count - 1]

@@ -2,12 +2,16 @@
 
 from typing import Any
 
+import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from worker.layers import kernels
 from worker.layers.gemm import GemmRule
+
+
+PARALLEL_ELEMENTS = 100_000  # fewer are done before a second thread has woken up
 
 
 def bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
@@ -18,8 +22,9 @@ def bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
 class CpuOps:
     """See `Ops`; float32 and bfloat16."""
 
-    def __init__(self, gemm: GemmRule) -> None:
+    def __init__(self, gemm: GemmRule, threads: int) -> None:
         self.gemm = gemm
+        self.threads = threads
         self.row_multiple = gemm.multiple
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
@@ -30,13 +35,20 @@ class CpuOps:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._share(x)
         kernels.rms_norm(bits(x), bits(weight), np.float32(eps), bits(out))
         return out
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        self._share(x)
         kernels.rotate(bits(x), positions.numpy(), cos.numpy(), sin.numpy())
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        self._share(gate_up)
         kernels.silu_mul(bits(gate_up), bits(out))
         return out
+
+    def _share(self, x: torch.Tensor) -> None:
+        """Choose how many threads the next kernel runs on; its result does not depend on it."""
+        numba.set_num_threads(self.threads if x.numel() >= PARALLEL_ELEMENTS else 1)

@@ -97,7 +97,9 @@ def _agreeing_rows(shape: GemmShape, onednn: bool, multiple: int, limit: int) ->
         # Calls of a verified number of rows stand for calls of `multiple` rows.
         missing = count - len(expected)
         piece = max(n for n in verified if missing % n == 0)
-        expected = torch.cat([expected, *(product(x[i : i + piece], packed) for i in range(len(expected), count, piece))])
+        expected = torch.cat(
+            [expected, *(product(x[i : i + piece], packed) for i in range(len(expected), count, piece))]
+        )
         order = torch.randperm(count, generator=generator)
         if not torch.equal(product(x[:count], packed), expected):
             return 0

@@ -83,7 +83,9 @@ def _yarn(config: RopeConfig, head_dim: int, positions: torch.Tensor) -> torch.T
 
     def dimension(rotations: float) -> float:
         """The (fractional) dimension that turns this often over the trained length."""
-        return head_dim * math.log(config.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+        return (
+            head_dim * math.log(config.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+        )
 
     low, high = dimension(config.beta_fast), dimension(config.beta_slow)
     if config.truncate:
