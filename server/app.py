@@ -125,12 +125,9 @@ async def _warm_up(edge: Edge) -> None:
 async def _pass_token(edge: Edge, facts: ModelFacts) -> None:
     """Generate one token. Raises CallError."""
     prompt = (facts.tokenizer.eos_ids or (0,))[0]
-    generation = edge.begin(_one_token_after(prompt), 0, time.monotonic_ns())
-    try:
+    with edge.running(_one_token_after(prompt), 0, time.monotonic_ns()) as generation:
         while (await edge.next_piece(generation)).ending is None:
             pass
-    finally:
-        edge.close(generation)
 
 
 def _one_token_after(prompt: int) -> Ask:

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from engine.runtime.stage import SUPERVISOR, Stage
 from proto.channel import Address, ChannelError
@@ -28,7 +30,7 @@ from server.calls import Calls, Reply
 from server.generation import Generation, Piece
 from server.readiness import Phase, Readiness
 from server.record import Outgoing, Record
-from server.status import UnavailableError
+from server.status import UnavailableError, shorten
 from server.validate import Ask
 
 log = logging.getLogger(__name__)
@@ -64,14 +66,24 @@ class Edge:
 
     # ------------------------------------------------------------------ for handlers
 
-    def begin(self, ask: Ask, size: int, arrival: int) -> Generation:
-        """Record a generation and send it on its way; the caller calls `close` in the end."""
+    @contextmanager
+    def running(self, ask: Ask, size: int, arrival: int) -> Iterator[Generation]:
+        """A generation of a request of `size` bytes, sent on its way; stopped on leaving unless it is over.
+
+        Raises DuplicateIdError or OverloadedError.
+        """
         generation, submit = self.record.open(ask, size, arrival, time.time())
-        waker = asyncio.Event()
+        waker = self._wakers[generation.rid] = asyncio.Event()
         generation.notify = waker.set
-        self._wakers[generation.rid] = waker
-        self._send([submit])
-        return generation
+        try:
+            self._send([submit])
+            yield generation
+        finally:
+            del self._wakers[generation.rid]
+            self._send(self.record.close(generation))
+            if self.options.log_requests:
+                _log_request(generation)
+            self._tell_drained()
 
     async def next_piece(self, generation: Generation) -> Piece:
         """What can be written next. Raises the CallError that ended the generation."""
@@ -80,14 +92,6 @@ class Edge:
             waker.clear()
             await waker.wait()
         return piece
-
-    def close(self, generation: Generation) -> None:
-        """The handler leaves; stops the work unless it is over."""
-        self._wakers.pop(generation.rid, None)
-        self._send(self.record.close(generation))
-        if self.options.log_requests:
-            _log_request(generation)
-        self._tell_drained()
 
     async def ask(self, to: Address, question: TokenizeCall | DetokenizeCall | Flush, size: int) -> Reply:
         """Send a question of so many bytes and wait for its answer. Raises CallError."""
@@ -250,7 +254,7 @@ class Edge:
 def _log_request(generation: Generation) -> None:
     ending, error = generation.ending, generation.error
     if error is not None:
-        outcome = f"{error.code.name} ({error})"
+        outcome = f"{error.code.name} ({shorten(' '.join(str(error).split()))})"
     else:
         outcome = "cancelled" if ending is None else ending.finish.name.lower()
     log.info(

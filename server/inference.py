@@ -1,8 +1,8 @@
 """Handlers of quintet.v1.Inference."""
 
 import asyncio
-import logging
 import time
+from contextlib import AbstractContextManager
 
 import grpc
 
@@ -21,8 +21,6 @@ from server.generation import Generation, Piece
 from server.rpc import Context
 from server.status import InvalidFieldError
 from server.validate import check_chat, check_generate, check_ids, check_model, check_text
-
-log = logging.getLogger(__name__)
 
 SERVICE = "quintet.v1.Inference"
 
@@ -48,36 +46,30 @@ class InferenceService:
         )
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        generation = self._begin(request, context)
         pieces: list[Piece] = []
-        try:
+        with self._running(request, context) as generation:
             await _tell_id(generation, context)
             while not pieces or pieces[-1].ending is None:
                 pieces.append(await self._edge.next_piece(generation))
             return response_of(generation, pieces, self._edge.model_name)
-        finally:
-            self._edge.close(generation)
 
     async def generate_stream(self, request: pb.GenerateRequest, context: Context) -> None:
-        generation = self._begin(request, context)
-        try:
+        with self._running(request, context) as generation:
             await _tell_id(generation, context)
-            await self._write_all(generation, context)
-        except asyncio.CancelledError:
-            if generation.error is None:
-                raise
-            # Not the caller but `Generation.cut` ended this write.
-            self._forgive_cancel()
-        finally:
-            self._edge.close(generation)
-        if generation.error is not None:
-            raise generation.error
+            task = asyncio.current_task()
+            assert task is not None
+            generation.interrupt = task.cancel
+            generation.max_buffer = self._edge.options.max_stream_buffer_bytes
+            try:
+                await self._write_all(generation, context)
+            except asyncio.CancelledError:
+                if generation.error is None:
+                    raise
+                # Not the caller ended this write but `Generation.cut`.
+                task.uncancel()
+                raise generation.error from None
 
     async def _write_all(self, generation: Generation, context: Context) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        generation.interrupt = task.cancel
-        generation.max_buffer = self._edge.options.max_stream_buffer_bytes
         ending = None
         while ending is None:
             piece = await self._edge.next_piece(generation)
@@ -85,18 +77,13 @@ class InferenceService:
             # Waits for flow control; what comes meanwhile is joined into the next piece.
             await context.write(chunk_of(generation, piece, self._edge.model_name))
 
-    def _forgive_cancel(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        task.uncancel()
-
-    def _begin(self, request: pb.GenerateRequest, context: Context) -> Generation:
+    def _running(self, request: pb.GenerateRequest, context: Context) -> AbstractContextManager[Generation]:
         arrival = time.monotonic_ns()
         facts = self._edge.readiness.require_serving()
         remaining = context.time_remaining()
         deadline = 0 if remaining is None else arrival + int(remaining * 1e9)
         ask = check_generate(request, facts, self._edge.options.served_model_names, deadline)
-        return self._edge.begin(ask, request.ByteSize(), arrival)
+        return self._edge.running(ask, request.ByteSize(), arrival)
 
     async def tokenize(self, request: pb.TokenizeRequest, _context: Context) -> pb.TokenizeResponse:
         facts = self._edge.readiness.require_serving()

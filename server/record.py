@@ -177,8 +177,9 @@ class Record:
             )
             return self._abort(generation)
         generation.append(delta, now)
-        # The scheduler does not know of a stop string, nor of a client that does not read.
-        return self._abort(generation) if generation.error or delta.matched_string else []
+        # The scheduler does not know of a stop string, of the detokenizer's faults, nor of clients that do not read.
+        unknown_there = generation.error or delta.matched_string or delta.finish is Finish.ERROR
+        return self._abort(generation) if unknown_there else []
 
     def on_accepted(self, accepted: Accepted) -> None:
         """A tokenizer passed the request on."""

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from proto.ids import StageKind
 from proto.messages import (
@@ -87,6 +88,7 @@ def cut_deltas(draw: st.DrawFn) -> list[tuple[int, int]]:
     return list(zip([0, *cuts], [*cuts, len(TEXT)], strict=True))
 
 
+@settings(deadline=None)
 @given(cut_deltas(), st.lists(st.integers(0, 7), max_size=12), st.data())
 def test_repetitions_change_nothing(cuts: list[tuple[int, int]], again: list[int], data: st.DataObject) -> None:
     """However often earlier deltas come again, and whenever pieces are taken, the output is the same."""
@@ -112,6 +114,7 @@ def test_repetitions_change_nothing(cuts: list[tuple[int, int]], again: list[int
     assert generation.ending.finish is Finish.LENGTH
 
 
+@settings(deadline=None)
 @given(cut_deltas(), st.data())
 def test_a_hole_ends_with_unavailable_after_what_came_before(cuts: list[tuple[int, int]], data: st.DataObject) -> None:
     record = make_record()
@@ -129,7 +132,7 @@ def test_a_hole_ends_with_unavailable_after_what_came_before(cuts: list[tuple[in
     assert aborted(record.close(generation)) == ([submit.rid] if len(cuts) == 1 else [])
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.permutations(range(5)))
 def test_any_order_gives_a_prefix_and_at_most_one_end(order: list[int]) -> None:
     record = make_record()
@@ -193,6 +196,13 @@ def test_a_stop_string_stops_the_scheduler() -> None:
     assert generation.ending is not None
     assert generation.ending.matched_string == "b"
     assert record.close(generation) == []
+
+
+def test_a_fault_of_the_detokenizer_stops_the_scheduler() -> None:
+    record = make_record()
+    _, submit = begin(record)
+    row = make_delta(submit, 0, "", finish=Finish.ERROR)
+    assert aborted(record.on_deltas(Deltas(rows=(row,)), now=10)) == [submit.rid]
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
@@ -367,3 +377,97 @@ def test_joined_logprobs_stay_parallel() -> None:
     assert piece.logprobs is not None
     assert piece.ids == i32(*(ord(c) % 100 for c in "abc"))
     assert [len(part) for part in msgspec.structs.astuple(piece.logprobs)] == [3, 3, 3]
+
+
+class RecordMachine(RuleBasedStateMachine):
+    """Any events in any order: one end for each generation, and nothing left in flight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record = make_record(max_in_flight_requests=4, num_schedulers=2)
+        self.live: list[tuple[Generation, Submit]] = []
+        self.ends: dict[int, list[object]] = {}
+        self.texts: dict[int, str] = {}
+        self.stopped: set[int] = set()
+
+    def pick(self, data: st.DataObject) -> tuple[Generation, Submit]:
+        return data.draw(st.sampled_from(self.live))
+
+    @rule(named=st.booleans())
+    def open(self, named: bool) -> None:
+        expected: type[CallError] | None = None
+        if named and any(generation.client_id == "name" for generation, _ in self.live):
+            expected = DuplicateIdError
+        elif len(self.live) >= 4:
+            expected = OverloadedError
+        if expected is not None:
+            with pytest.raises(expected):
+                begin(self.record, "name" if named else "")
+            return
+        generation, submit = begin(self.record, "name" if named else "")
+        generation.max_buffer = 400
+        self.live.append((generation, submit))
+        self.ends[submit.rid], self.texts[submit.rid] = [], ""
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), offset=st.integers(-2, 1), attempt=st.sampled_from([1, 1, 1, 2]), end=st.booleans())
+    def delta(self, data: st.DataObject, offset: int, attempt: int, end: bool) -> None:
+        generation, submit = self.pick(data)
+        start = max(0, generation.ids_received + offset)
+        row = make_delta(submit, start, "ab", attempt=attempt, finish=Finish.STOP if end else Finish.NONE)
+        self.stopped |= set(aborted(self.record.on_deltas(Deltas(rows=(row,)), now=1)))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), kind=st.sampled_from(["accept", "reject", "unknown", "abort", "fail"]))
+    def event(self, data: st.DataObject, kind: str) -> None:
+        generation, submit = self.pick(data)
+        match kind:
+            case "accept":
+                self.record.on_accepted(Accepted(rid=submit.rid, attempt=1, replica=1, prompt_tokens=4))
+            case "reject":
+                self.record.on_reject(Reject(submit.rid, 1, RejectCode.DEADLINE, "", "late", 0))
+            case "unknown":
+                self.record.on_census_reply(census_reply(submit))
+            case "abort":
+                self.stopped |= set(aborted(self.record.abort_by_client_id(generation.client_id) or []))
+            case "fail":
+                self.stopped |= set(aborted(self.record.fail_all(UnavailableError("gone"))))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def take(self, data: st.DataObject) -> None:
+        generation, submit = self.pick(data)
+        if self.ends[submit.rid]:
+            return  # its handler has left this loop
+        try:
+            piece = generation.take()
+        except CallError as error:
+            self.ends[submit.rid].append(error)
+            return
+        if piece is not None:
+            self.texts[submit.rid] += piece.text
+            assert ("ab" * 1000).startswith(self.texts[submit.rid])
+            if piece.ending is not None:
+                self.ends[submit.rid].append(piece.ending)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        generation, submit = self.pick(data)
+        over = generation.over
+        out = aborted(self.record.close(generation))
+        assert set(out) == (set() if over else {submit.rid})
+        self.live.remove((generation, submit))
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        assert len(self.record) == self.record.admission.requests == len(self.live)
+        assert (self.record.admission.bytes == 0) == (not self.live)
+        assert all(not (generation.ending and generation.error) for generation, _ in self.live)
+        assert all(len(ends) <= 1 for ends in self.ends.values())
+        listed_rids = {rid for out in self.record.census() for rid, _ in listed(out)}
+        assert listed_rids == {submit.rid for generation, submit in self.live if not generation.over}
+
+
+RecordMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRecordMachine = RecordMachine.TestCase

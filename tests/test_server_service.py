@@ -392,6 +392,42 @@ def test_leaving_stops_the_work(leave: Leave, deltas: int) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("method", [GENERATE, STREAM])
+def test_leaving_at_once(method: str) -> None:
+    """The call may be gone before its handler ran, or while it tells the id."""
+
+    async def main() -> None:
+        async with ring_and_client() as (ring, client), calling(ring) as channel:
+            ring.behave = ring.only_warm_up
+            await channel.channel_ready()
+            for i in range(40):
+                call = start(channel, method)
+                await asyncio.sleep(i / 10_000)
+                call.cancel()
+            await eventually(lambda: sorted(ring.aborted) == sorted(submit.rid for submit in ring.submits))
+            assert await is_idle(client)
+
+    run(main())
+
+
+def test_leaving_a_write_that_waits() -> None:
+    async def main() -> None:
+        async with ring_and_client(max_stream_buffer_bytes=1 << 30) as (ring, client), calling(ring) as channel:
+            ring.behave = ring.only_warm_up
+            lazy = start(channel, STREAM)
+            (submit,) = await ring.submitted()
+            assert submit.params.deadline == 0
+            block = "z" * 100_000
+            for i in range(30):  # far more than the transport takes
+                ring.deltas(make_delta(submit, i * len(block), block, logprobs=None))
+            await asyncio.sleep(0.2)
+            lazy.cancel()
+            await eventually(lambda: ring.aborted == [submit.rid])
+            assert await is_idle(client)
+
+    run(main())
+
+
 def test_leaving_a_tokenize_call() -> None:
     async def main() -> None:
         async with ring_and_client() as (ring, client):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proto.messages import WorkClass, column
@@ -256,6 +256,7 @@ def test_models() -> None:
         ask(model="other")
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_no_bytes_break_the_check(raw: bytes) -> None:
     """Whatever parses is either fine or refused with a CallError."""
