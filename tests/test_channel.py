@@ -266,14 +266,14 @@ def test_a_successor_takes_over_a_killed_readers_name(ring: Ring) -> None:
 
 
 def test_wait_counts_microseconds(ring: Ring) -> None:
-    """A wait of 0.3 ms neither returns at once nor takes zmq's whole millisecond, give or take the machine."""
+    """A wait of 0.3 ms neither returns at once nor, where the machine lets it, takes zmq's whole millisecond."""
     inbox = ring.inbox(WORKER)
     times = []
     for _ in range(50):
         began = time.perf_counter()
         assert not inbox.wait(0.0003)
         times.append(time.perf_counter() - began)
-    assert 0.0003 <= sorted(times)[25] < 0.001
+    assert 0.0003 <= min(times) < 0.001
 
 
 def test_wait_ends_with_a_message(ring: Ring) -> None:

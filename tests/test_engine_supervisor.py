@@ -192,11 +192,11 @@ def test_a_stopped_stage_is_seen_behind_its_wrapper(start: Start) -> None:
 
 
 def test_a_hung_stage_ends_the_instance(start: Start) -> None:
-    instance = start("--stall-timeout", "2", scheduler="hang")
+    instance = start("--stall-timeout", "3", scheduler="hang")
     instance.until_said("quintet scheduler 0 is ready")
     assert instance.wait(15.0) == 1
     assert "quintet scheduler 0 (pid " in instance.output
-    assert "hangs: no heartbeat and no CPU time for --stall-timeout 2 s" in instance.output
+    assert "hangs: no heartbeat and no CPU time for --stall-timeout 3 s" in instance.output
 
 
 def test_a_stage_that_dies_at_start_leaves_its_last_words(start: Start) -> None:
