@@ -112,6 +112,9 @@ class Generation:
                 raise self.error
             return None
         first, self._taken = not self._taken, True
+        if len(deltas) == 1:
+            delta = deltas[0]
+            return Piece(first, delta.text, delta.ids, delta.logprobs, self.ending)
         return Piece(
             first=first,
             text="".join(delta.text for delta in deltas),
@@ -122,8 +125,8 @@ class Generation:
 
 
 def _joined(parts: list[TokenLogprobs]) -> TokenLogprobs | None:
-    if len(parts) <= 1:
-        return parts[0] if parts else None
+    if not parts:
+        return None
     return TokenLogprobs(
         chosen=tuple(value for part in parts for value in part.chosen),
         top_ids=tuple(ids for part in parts for ids in part.top_ids),
