@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _REPLACEMENT = "\ufffd"
 # A character has at most four bytes, thus four tokens; whatever ends in U+FFFD longer than that is garbage.
 _MOST_INCOMPLETE = 8
+_MOST_OF_A_CHARACTER = 3  # ids of one that is incomplete
 _WINDOW_CONTEXT = 8
 
 
@@ -69,8 +70,9 @@ class WindowStream:
     def __init__(self, tokenizer: "Tokenizer", hidden: frozenset[int], context: list[int]) -> None:
         self._tokenizer = tokenizer
         self._hidden = hidden
-        self._context = context  # ids whose text is out, or belongs to the prompt
-        self._new: list[int] = []  # ids whose text is not
+        begin, end = self._whole_characters(context)
+        self._context = context[begin:end]  # ids whose text is out, or belongs to the prompt
+        self._new = context[end:]  # ids whose text is not
 
     def push(self, token_id: int) -> str:
         if token_id in self._hidden:
@@ -83,6 +85,15 @@ class WindowStream:
 
     def flush(self) -> str:
         return self._take(self._text())
+
+    def _whole_characters(self, prompt: list[int]) -> tuple[int, int]:
+        """Where the whole characters begin and end in the last ids of a prompt, which may be cut at both ends."""
+        most = min(_MOST_OF_A_CHARACTER, len(prompt))
+        for begin in range(most + 1):
+            for end in range(len(prompt), max(begin, len(prompt) - most) - 1, -1):
+                if _REPLACEMENT not in self._decode(prompt[begin:end]):
+                    return begin, end
+        return 0, len(prompt)
 
     def _text(self) -> str:
         before = self._decode(self._context)

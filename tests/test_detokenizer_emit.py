@@ -225,6 +225,11 @@ def test_a_resume_goes_on_where_the_caller_stands(
     assert after.finish is whole.finish
 
 
+def test_a_resume_gives_characters_that_the_caller_lacks(vocabulary: Vocabulary) -> None:
+    resume = Resume(i32(ids_of("ABC")), 1)
+    assert play(vocabulary, opening(resume=resume), ids_of("G"), []).text == ".BCG"
+
+
 def test_a_stop_string_inside_and_across_tokens(vocabulary: Vocabulary) -> None:
     output = play(vocabulary, opening("DE"), ids_of("ABC", "DEF", "GHI"), [1, 2])
     assert (output.text, output.ids, output.finish) == ("ABC", ids_of("ABC", "DEF"), Finish.STOP)

@@ -5,14 +5,30 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Regex, Tokenizer, decoders, models
 
 from detokenizer_proc.decoding import TextDecoder
 from detokenizer_proc.vocabulary import VocabularyError, read_vocabulary
 from proto.model import ModelManifest
 from tests.tiny_tokenizers import SAMPLES, byte_level, sentence_piece, word_piece
 
-KINDS = {"byte_level": byte_level, "sentence_piece": sentence_piece, "word_piece": word_piece}
+
+def odd_sentence_piece(path: Path) -> Path:
+    """The same tokens with a decoder that is no table: it ends in a regular expression over the whole text."""
+    tokenizer = Tokenizer.from_file(str(sentence_piece(path)))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Replace(Regex("^ "), "")]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.save(str(path))
+    assert read_vocabulary(str(path), 0).spelled is None
+    return path
+
+
+KINDS = {
+    "byte_level": byte_level,
+    "sentence_piece": sentence_piece,
+    "word_piece": word_piece,
+    "odd_sentence_piece": odd_sentence_piece,
+}
 
 
 class Pair:

@@ -231,7 +231,7 @@ def test_a_file_that_asks_to_cut_prompts_is_not_obeyed(tmp_path: Path) -> None:
     library.save(str(path))
     kind = Kind(path)
     plain = Tokenizer.from_file(str(byte_level(tmp_path / "plain.json")))
-    assert ids_of(kind.admit(make_submit("The quick fox")).prompt_ids) == plain.encode("The quick fox").ids
+    assert ids_of(kind.admit(make_submit(SAMPLES["english"])).prompt_ids) == plain.encode(SAMPLES["english"]).ids
 
 
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
