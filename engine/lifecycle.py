@@ -4,13 +4,14 @@ Events go in (a stage was started, spoke, ended, was looked at; somebody asks fo
 come out, in order. `engine.supervisor` brings the events and carries out the actions.
 """
 
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from engine.actions import Action, Announce, Kill, Say, Start, Tell
 from engine.runtime.stage import SUPERVISOR
 from engine.stages import Stage, Vitals
+from engine.wording import advise, describe_end, describe_progress
 from proto.channel import Address
 from proto.ids import StageKind
 from proto.messages import (
@@ -59,44 +60,6 @@ class Limits:
     startup: float  # for which a starting stage may be silent
     stall: float  # for which a ready stage may be silent without using CPU
     drain: float
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Start this stage's process."""
-
-    address: Address
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Send a message to a stage."""
-
-    address: Address
-    message: World | Stop
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """SIGKILL to a stage's process group, and to its own pid should that be elsewhere."""
-
-    address: Address
-
-
-@dataclass(frozen=True, slots=True)
-class Say:
-    """Tell the operator."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """The instance serves: publish its address."""
-
-
-Action = Start | Tell | Kill | Say | Announce
 
 
 class Lifecycle:
@@ -160,7 +123,7 @@ class Lifecycle:
             case Progress():
                 self._on_progress(stage, message)
             case Heartbeat():
-                stage.counters = message.counters
+                self._on_heartbeat(stage, message.counters)
             case Serving():
                 self._on_serving(stage)
             case Drained():
@@ -179,7 +142,7 @@ class Lifecycle:
         """The child was reaped. `status` is its exit code, or minus its signal; None = cannot be known."""
         stage = self.stages[address]
         stage.exited = True
-        self._on_loss(stage, _describe_end(status), _advice(status, stage.address.kind), last_lines)
+        self._on_loss(stage, describe_end(status), advise(status, stage.address.kind), last_lines)
         return self._take_actions()
 
     def on_vitals(self, address: Address, vitals: Vitals | None, last_lines: Sequence[str]) -> list[Action]:
@@ -189,11 +152,13 @@ class Lifecycle:
             return []
         if vitals is None or vitals.state in "ZX":
             if stage.wrapped and not stage.exited:
-                self._on_loss(stage, "ended under its wrapper", _advice(None, address.kind), last_lines)
+                self._on_loss(stage, "ended under its wrapper", advise(None, address.kind), last_lines)
             return self._take_actions()
         stage.rss_bytes, stage.cpu_seconds = vitals.rss_bytes, vitals.cpu_seconds
         if stage.cpu_seconds - stage.cpu_when_active >= _COMPUTED_SECONDS:
             self._mark_active(stage)
+        if stage.cpu_seconds - stage.cpu_when_stepped >= _COMPUTED_SECONDS:
+            self._mark_stepped(stage)
         if vitals.state == "T":  # not "t": a debugger or profiler holds it and will let go
             advice = "Somebody sent it SIGSTOP or a terminal's ^Z; nothing that it held up could go on."
             self._on_loss(stage, "was stopped by a signal", advice, last_lines, StageState.STOPPED)
@@ -244,8 +209,7 @@ class Lifecycle:
                 self.phase = Phase.ENDED
             case _:
                 pass
-        if self.phase in (Phase.STARTING, Phase.SERVING, Phase.DRAINING):
-            self._look_for_hangs()
+        self._look_for_hangs()
         if self._time >= self._next_world:
             self._tell_world(to_starting=False)
         return self._take_actions()
@@ -277,7 +241,7 @@ class Lifecycle:
         finished = 0 < progress.total <= progress.done
         if finished or progress.text != stage.progress or self._time >= stage.progress_shown + _PROGRESS_SECONDS:
             stage.progress, stage.progress_shown = progress.text, self._time
-            self._do(Say(f"{stage.title}: {_describe_progress(progress)}"))
+            self._do(Say(f"{stage.title}: {describe_progress(progress)}"))
 
     def _on_serving(self, stage: Stage) -> None:
         stage.serving = True
@@ -299,11 +263,31 @@ class Lifecycle:
             "  Raise the limit if the machine is slow; --log-level debug shows what the stages do."
         )
 
+    def _on_heartbeat(self, stage: Stage, counters: dict[str, float]) -> None:
+        before, stage.counters = stage.counters, counters
+        worker = self.stages.get(Address(StageKind.WORKER, stage.address.index))
+        if stage.address.kind is not StageKind.SCHEDULER or worker is None:
+            return
+        # A worker may speak while its device hangs, or wait for a plan that was lost: the scheduler knows.
+        if not counters.get("running") or counters.get("step") != before.get("step"):
+            self._mark_stepped(worker)
+        elif self._may_hang(worker) and self._time - worker.stepped >= self._limits.stall:
+            self._on_hang(worker, "no step, with sequences running,")
+
     def _look_for_hangs(self) -> None:
         for stage in self.stages.values():
-            if stage.state is StageState.READY and self._time - stage.active >= self._limits.stall:
-                how = f"hangs: no heartbeat and no CPU time for --stall-timeout {self._limits.stall:g} s"
-                self._on_loss(stage, how, "Please report it, with the log above.", (), StageState.STOPPED)
+            if self._may_hang(stage) and self._time - stage.active >= self._limits.stall:
+                self._on_hang(stage, "no heartbeat")
+
+    def _may_hang(self, stage: Stage) -> bool:
+        return stage.state is StageState.READY and self.phase in (Phase.STARTING, Phase.SERVING, Phase.DRAINING)
+
+    def _on_hang(self, stage: Stage, missing: str) -> None:
+        how = f"hangs: {missing} and no CPU time for --stall-timeout {self._limits.stall:g} s"
+        self._on_loss(stage, how, "Please report it, with the log above.", (), StageState.STOPPED)
+
+    def _mark_stepped(self, stage: Stage) -> None:
+        stage.stepped, stage.cpu_when_stepped = self._time, stage.cpu_seconds
 
     def _mark_active(self, stage: Stage) -> None:
         stage.active, stage.cpu_when_active = self._time, stage.cpu_seconds
@@ -425,33 +409,3 @@ class Lifecycle:
     def _take_actions(self) -> list[Action]:
         actions, self._actions = self._actions, []
         return actions
-
-
-def _describe_progress(progress: Progress) -> str:
-    if progress.total:
-        return f"{progress.text} {100 * progress.done // progress.total}%"
-    return progress.text
-
-
-def _describe_end(status: int | None) -> str:
-    if status is None:
-        return "ended"
-    if status < 0:
-        return f"was killed by {_signal_name(-status)}"
-    return f"ended with exit code {status}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _advice(status: int | None, kind: StageKind) -> str:
-    if status == -signal.SIGKILL:
-        flags = "--num-pages or --kv-cache-memory-bytes" if kind is StageKind.WORKER else "--max-in-flight-bytes"
-        return f"If nobody sent it, the kernel ran out of memory (see dmesg): lower {flags}."
-    if status is not None and status < 0:
-        return "It crashed in native code: please report it, with the lines above."
-    return "Its log above says why; --log-level debug shows more."

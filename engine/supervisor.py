@@ -14,9 +14,10 @@ from pathlib import Path
 import msgspec
 from setproctitle import setproctitle
 
+from engine.actions import Action, Announce, Kill, Say, Start, Tell
 from engine.config import MODULES, ServeConfig, Surroundings, command_line, stage_config
 from engine.console import Console
-from engine.lifecycle import Action, Announce, Kill, Lifecycle, Limits, Say, Start, Tell
+from engine.lifecycle import Lifecycle, Limits
 from engine.port import Port, PortError
 from engine.preparation import PreparationError, prepare_model
 from engine.processes import DeathPipe, Process, look_at

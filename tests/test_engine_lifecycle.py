@@ -4,7 +4,8 @@ import signal
 
 import pytest
 
-from engine.lifecycle import Action, Announce, Kill, Lifecycle, Limits, Phase, Say, Start, Tell
+from engine.actions import Action, Announce, Kill, Say, Start, Tell
+from engine.lifecycle import Lifecycle, Limits, Phase
 from engine.stages import Vitals
 from proto.channel import Address
 from proto.ids import StageKind
@@ -276,6 +277,24 @@ def test_a_silent_stage_that_computes_does_not_hang() -> None:
                 play.hear(address, Heartbeat({}))
             play.look(address, "R", cpu=1.0 + (second if address == WORKER else 0))
     assert play.lifecycle.phase is Phase.SERVING
+
+
+@pytest.mark.parametrize(
+    ("running", "moving", "cpu", "hangs"),
+    [(3.0, False, 0.0, True), (0.0, False, 0.0, False), (3.0, True, 0.0, False), (3.0, False, 0.5, False)],
+    ids=["stuck", "idle", "stepping", "computing"],
+)
+def test_a_worker_whose_steps_stand_still_hangs(running: float, moving: bool, cpu: float, hangs: bool) -> None:
+    """Though it sends heartbeats: its device hangs, or a plan was lost."""
+    play = Play().serve()
+    for second in range(13):
+        step = float(second if moving else 7)
+        play.pass_time(1.0, heartbeats=False)
+        for address in ADDRESSES:
+            play.look(address, "S", cpu=1.0 + (cpu * second if address == WORKER else 0))
+            play.hear(address, Heartbeat({"running": running, "step": step} if address == SCHEDULER else {}))
+    assert ("quintet worker 0 rank 0 (pid 203) hangs: no step, with sequences running," in play.said()) is hangs
+    assert (play.lifecycle.phase is not Phase.SERVING) is hangs
 
 
 def test_a_supervisor_that_overslept_blames_nobody() -> None:

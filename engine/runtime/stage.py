@@ -193,7 +193,7 @@ class Stage:
         pause: float | None = 0.0
         share = BusyShare(time.monotonic())
         while not self.stopping:
-            self.heartbeat(lambda: {**handler.counters(), "busy_share": share.take(time.monotonic())})
+            self.heartbeat(lambda: {**handler.counters(), "loop_busy_share": share.take(time.monotonic())})
             wait = _IDLE_SECONDS if pause is None else min(pause, _IDLE_SECONDS)
             if not self.flush():
                 wait = min(wait, _RETRY_SECONDS)
