@@ -155,6 +155,8 @@ def test_ids_beyond_the_tokenizer_have_no_text(pairs: dict[str, Pair]) -> None:
         decoder = TextDecoder(read_vocabulary(str(pair.path), size + 10))
         assert decoder.vocabulary.size == size + 10
         assert decoder.decode([size, size + 9], True) == ""
+        first, *others = pair.library.encode("The fox is lazy").ids
+        assert decoder.decode([first, size, *others], True) == "The fox is lazy"
 
 
 def test_a_unigram_vocabulary_is_numbered_by_position(tmp_path: Path) -> None:
