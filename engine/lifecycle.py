@@ -71,7 +71,6 @@ class Lifecycle:
         self.phase = Phase.STARTING
         self.failure = ""
         self._limits = limits
-        self._incarnation = incarnation
         self._last_incarnation = incarnation
         self._supervisor = Stage(SUPERVISOR, wrapped=False, incarnation=incarnation, pid=pid, state=StageState.READY)
         self._time = 0.0  # seconds that we were awake
@@ -107,7 +106,7 @@ class Lifecycle:
 
     def on_spawned(self, address: Address, pid: int) -> list[Action]:
         stage = self.stages[address]
-        stage.child_pid = stage.pid = pid
+        stage.pid = pid
         stage.exited = False
         return self._take_actions()
 

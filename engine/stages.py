@@ -23,8 +23,7 @@ class Stage:
     address: Address
     wrapped: bool
     incarnation: int = 0
-    child_pid: int = 0  # of the process that we started: the wrapper's, if there is one
-    pid: int = 0  # of the stage itself; the child's until Ready tells
+    pid: int = 0  # of the stage itself; until its Ready, of the process that we started (a wrapper's, if there is one)
     state: StageState = StageState.STARTING
     exited: bool = True  # there is no child: not started yet, or reaped
     facts: Facts = None
