@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps(status, indent=2) + "\n")
     else:
-        show(status, Console())
+        show(status, Console(highlight=False))
     return 0
 
 
@@ -90,8 +90,9 @@ def status_of(
 def show(status: dict[str, Any], console: Console) -> None:
     """The same as two tables."""
     state = "draining" if status["draining"] else f"up {_duration(status['uptime_seconds'])}"
-    console.print(f"{status['model']} at {status['address']}, {status['device']} {status['dtype']}, {state}")
+    console.print(f"{status['model']} at {status['address']}, {status['device']} {status['dtype']}, {state}\n")
     console.print(_process_table(status["processes"]))
+    console.print()
     console.print(_load_table(status["replicas"]))
 
 
