@@ -102,7 +102,7 @@ class Admission:
             return Refusal(
                 RejectCode.DEADLINE, "", f"the deadline passed {-left / 1e6:.0f} ms ago, before it could run"
             )
-        uncached = request.tokens - len(request.path) * self._facts.page_size
+        uncached = request.tokens - len(request.path.pages) * self._facts.page_size
         needed = self.speed.duration(uncached)
         if request.opened or needed <= left:
             return None
@@ -134,7 +134,7 @@ class Admission:
         """
         tokens = request.tokens
         self._running.tree.match(request.path, request.ids, tokens - 1)
-        return tokens - len(request.path) * self._facts.page_size
+        return tokens - len(request.path.pages) * self._facts.page_size
 
     def fits(self, request: Request, budget: int, now: int) -> Verdict:
         """Whether to place a waiting request in this step, which has room for `budget` more tokens."""
@@ -150,7 +150,9 @@ class Admission:
         return self._pages(request)
 
     def _pages(self, request: Request) -> Verdict:
+        """Whether pages are there now, and are expected to last."""
         running, pool = self._running, self._running.pool
+        request.expected_pages = self._expected_pages(request)
         path = request.path.pages
         revived = int(np.count_nonzero(pool.users[path] == 0)) if path else 0
         needed = pool.pages_of(request.tokens) - len(path)
@@ -160,12 +162,11 @@ class Admission:
         headroom = self.thrash.headroom(pool.num_pages)
         if left < headroom:
             return Verdict.PAGES
-        expected = self.expected_pages(request)
-        if running.committed + expected <= pool.num_pages:
+        if running.committed + request.expected_pages <= pool.num_pages:
             return Verdict.FITS
-        return Verdict.FITS if running.peak_with(request, expected) <= pool.num_pages - headroom else Verdict.PAGES
+        return Verdict.FITS if running.peak_with(request) <= pool.num_pages - headroom else Verdict.PAGES
 
-    def expected_pages(self, request: Request) -> int:
+    def _expected_pages(self, request: Request) -> int:
         """Pages that the request is expected to hold at its end, shared ones included."""
         limit = request.max_len - request.prompt_len
         output = self.lengths.expect(request.work_class, request.resumed, limit)

@@ -100,8 +100,8 @@ def _emit(rows: StepRows) -> Emit:
     finishes, matched, matched_eos = _end_columns(rows.ends, len(view)) if rows.ends else _NO_COLUMNS
     return Emit(
         step=rows.step,
-        rids=view.rid_bytes(),
-        attempts=view.attempt_bytes(),
+        rids=view.rids,
+        attempts=view.attempts,
         indexes=b"",
         starts=rows.starts.tobytes(),
         counts=b"",

@@ -21,7 +21,6 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.users = np.zeros(num_pages, np.int32)  # rows and pins that hold the page
-        self.cached = np.zeros(num_pages, np.bool_)  # stands in the prefix tree
         self.free = num_pages
         self.idle = 0
         self._stack = np.arange(num_pages - 1, -1, -1, dtype=np.int32)  # [:free] are the free pages
@@ -43,7 +42,7 @@ class PagePool:
         """Pop free pages, each with one user. Raises PageError when there are not enough."""
         if count > self.free:
             raise PageError(f"{count} pages wanted, {self.free} free")
-        pages = self._stack[self.free - count : self.free].copy()
+        pages: I32Array = self._stack[self.free - count : self.free].copy()
         self.free -= count
         self.users[pages] = 1
         return pages
@@ -54,43 +53,37 @@ class PagePool:
         self.idle -= int(np.count_nonzero(users == 0))
         self.users[pages] = users + 1
 
-    def release(self, pages: I32Array) -> I32Array:
+    def release(self, pages: I32Array) -> list[int]:
         """One user less for each page; a page may come more than once, from several rows.
 
-        Uncached pages without users become free. Returns the distinct cached ones that became idle.
-        Raises PageError when a page had no user left to give up.
+        Returns the distinct pages that nobody uses any more; the caller says which of them are idle and which
+        free. Raises PageError when a page had no user left to give up.
         """
         np.subtract.at(self.users, pages, 1)
         left = self.users[pages]
         if left.size and left.min() < 0:
             raise PageError(f"pages {pages[left < 0].tolist()} released twice")
-        unused = np.unique(pages[left == 0])
-        cached = self.cached[unused]
-        idle = unused[cached]
-        self.idle += idle.size
-        self._push(unused[~cached])
-        return idle
+        # A page that comes several times is unused each time.
+        return list(dict.fromkeys(pages[left == 0].tolist()))
 
-    def reclaim(self, pages: I32Array) -> None:
-        """Idle pages that have left the prefix tree become free."""
-        self.cached[pages] = False
-        self.idle -= pages.size
-        self._push(pages)
+    def push(self, pages: list[int]) -> None:
+        """These unused pages become free."""
+        self._stack[self.free : self.free + len(pages)] = pages
+        self.free += len(pages)
 
-    def _push(self, pages: I32Array) -> None:
-        self._stack[self.free : self.free + pages.size] = pages
-        self.free += pages.size
+    def check(self, cached: list[int]) -> None:
+        """Raise PageError unless every page is in exactly one state, given the pages that are cached.
 
-    def check(self) -> None:
-        """Raise PageError unless every page is in exactly one state. O(pages), for tests."""
+        O(pages), for tests.
+        """
         free = self._stack[: self.free]
         if np.unique(free).size != free.size:
             raise PageError("a page is free twice")
-        if self.users[free].any() or self.cached[free].any():
+        if self.users[free].any() or set(free.tolist()) & set(cached):
             raise PageError("a free page is used or cached")
         if self.users.min() < 0:
             raise PageError("a page has negative users")
-        idle = int(np.count_nonzero(self.cached & (self.users == 0)))
+        idle = int(np.count_nonzero(self.users[cached] == 0))
         if idle != self.idle:
             raise PageError(f"{idle} idle pages, counted {self.idle}")
         used = int(np.count_nonzero(self.users))

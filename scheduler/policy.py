@@ -24,8 +24,8 @@ class OutputLengths:
     """
 
     def __init__(self) -> None:
-        self._mean = dict.fromkeys(WorkClass, _PRIOR_LENGTH)
-        self._deviation = dict.fromkeys(WorkClass, _PRIOR_LENGTH / 2)
+        self._mean = [_PRIOR_LENGTH] * len(WorkClass)
+        self._deviation = [_PRIOR_LENGTH / 2] * len(WorkClass)
         self.caution = 1.0
 
     def finished(self, work_class: WorkClass, output: int) -> None:
@@ -86,6 +86,8 @@ class Thrash:
 
     def headroom(self, num_pages: int) -> int:
         """Pages that admission leaves free: the more is recomputed, the fewer requests may run."""
+        if not self._preempted:
+            return 0
         return int(min(self.ratio, _MAX_HEADROOM) * num_pages)
 
 

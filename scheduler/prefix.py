@@ -14,6 +14,7 @@ from scheduler.pages import I32Array, PageError, PagePool
 
 _ID_BYTES = 4
 _COMPACT_SLACK = 1024
+_EVICTED_PART = 256  # of the pool, evicted at once
 
 Key = tuple[int | str, bytes]  # (parent page, or the salt at the root; ids of the page)
 
@@ -21,15 +22,15 @@ Key = tuple[int | str, bytes]  # (parent page, or the salt at the root; ids of t
 class Path:
     """A way down the tree, kept between visits: the nodes that hold a request's first pages.
 
-    A node that was evicted since is noticed by its birth, and then everything below it is gone too.
+    A node that was evicted since is noticed by its key, and then everything below it is gone too.
     """
 
-    __slots__ = ("births", "pages", "salt", "severed")
+    __slots__ = ("keys", "pages", "salt", "severed")
 
     def __init__(self, salt: str) -> None:
         self.salt = salt
         self.pages: list[int] = []
-        self.births: list[int] = []
+        self.keys: list[Key] = []  # of the nodes: the tree's own objects, so identity tells if a node still stands
         self.severed = False  # the row computes a page that the tree has from another: it adds no more
 
     def __len__(self) -> int:
@@ -50,13 +51,14 @@ class PrefixTree:
         self._page_bytes = pool.page_size * _ID_BYTES
         self._nodes: dict[Key, int] = {}
         self._keys: list[Key | None] = [None] * pool.num_pages
-        self._births = [0] * pool.num_pages  # serial of the insertion; 0 = not in the tree
-        self._children = np.zeros(pool.num_pages, np.int32)
-        self._last_use = np.zeros(pool.num_pages, np.int64)
-        self._serial = 0
+        # Lists, since these are read page by page, where numpy's scalars are slow.
+        self._children = [0] * pool.num_pages
+        self._last_use = [0] * pool.num_pages
         self._clock = 0
-        # (last use, page, birth) of idle leaves; entries go stale and are skipped when popped.
-        self._leaves: list[tuple[int, int, int]] = []
+        # Evicting one page at a time costs more than the few cached pages that a batch gives up early.
+        self._eviction_batch = pool.num_pages // _EVICTED_PART
+        # (last use, page) of idle leaves; entries go stale and are skipped when popped.
+        self._leaves: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -66,19 +68,21 @@ class PrefixTree:
 
         Resumes from where the path still stands, so that a second look costs O(what changed).
         """
-        pages, births = path.pages, path.births
+        pages, keys = path.pages, path.keys
         end = tokens // self.pool.page_size
-        while pages and (len(pages) > end or self._births[pages[-1]] != births[-1]):
+        while pages and (len(pages) > end or self._keys[pages[-1]] is not keys[-1]):
             pages.pop()
-            births.pop()
+            keys.pop()
         path.severed = False
         size, nodes, parent = self._page_bytes, self._nodes, path.tip
         for at in range(len(pages) * size, end * size, size):
             page = nodes.get((parent, ids[at : at + size]))
             if page is None:
                 return
+            key = self._keys[page]
+            assert key is not None
             pages.append(page)
-            births.append(self._births[page])
+            keys.append(key)
             parent = page
 
     def extend(self, path: Path, ids: bytes, table: I32Array, end: int, leaving: bool = False) -> None:
@@ -91,37 +95,38 @@ class PrefixTree:
             if not leaving or not self._enabled:
                 return
             path.severed = False
-        size, nodes, parent = self._page_bytes, self._nodes, path.tip
         first = len(path.pages)
+        if first >= end:
+            return
+        size, nodes, all_keys, children, parent = (
+            self._page_bytes,
+            self._nodes,
+            self._keys,
+            self._children,
+            path.tip,
+        )
         for number, own in enumerate(table[first:end].tolist(), first):
-            key = (parent, ids[number * size : (number + 1) * size])
-            page = nodes.get(key)
-            if page is None:
-                page = own
-                self._enter(key, page)
-            elif not leaving:
+            key: Key = (parent, ids[number * size : (number + 1) * size])
+            page = nodes.setdefault(key, own)
+            if page == own:
+                all_keys[own] = key
+                if number:
+                    children[parent] += 1  # type: ignore[index]
+            elif leaving:
+                key = all_keys[page]  # type: ignore[assignment]
+            else:
                 path.severed = True
                 return
             path.pages.append(page)
-            path.births.append(self._births[page])
+            path.keys.append(key)
             parent = page
-
-    def _enter(self, key: Key, page: int) -> None:
-        self._serial += 1
-        self._nodes[key] = page
-        self._keys[page] = key
-        self._births[page] = self._serial
-        self.pool.cached[page] = True
-        if not isinstance(key[0], str):
-            self._children[key[0]] += 1
 
     def forget(self, path: Path) -> None:
         """Take the pages that only this path's row uses out of the tree: their content is not to be trusted."""
         while path.pages and not self._children[path.pages[-1]] and self.pool.users[path.pages[-1]] == 1:
             page = path.pages.pop()
-            path.births.pop()
+            path.keys.pop()
             self._remove(page)
-            self.pool.cached[page] = False
         path.severed = True
 
     def pin(self, path: Path) -> None:
@@ -133,20 +138,27 @@ class PrefixTree:
 
     def allocate(self, count: int) -> I32Array:
         """Pages with one user each; evicts idle ones when too few are free. Raises PageError beyond `available`."""
-        short = count - self.pool.free
+        pool = self.pool
+        short = count - pool.free
         if short > 0:
-            self._evict(short)
-        return self.pool.take(count)
+            self._evict(max(short, min(pool.idle, self._eviction_batch)))
+        return pool.take(count)
 
     def release(self, pages: I32Array) -> None:
         """Rows or pins give up pages: cached ones become idle, others free."""
-        idle = self.pool.release(pages)
-        if not idle.size:
-            return
-        self._clock += 1
-        self._last_use[idle] = self._clock
-        for page in idle[self._children[idle] == 0].tolist():
-            heapq.heappush(self._leaves, (self._clock, page, self._births[page]))
+        unused = self.pool.release(pages)
+        self._clock = clock = self._clock + 1
+        last_use, children, keys = self._last_use, self._children, self._keys
+        free: list[int] = []
+        for page in unused:
+            if keys[page] is None:
+                free.append(page)
+                continue
+            last_use[page] = clock
+            if not children[page]:
+                heapq.heappush(self._leaves, (clock, page))
+        self.pool.idle += len(unused) - len(free)
+        self.pool.push(free)
         if len(self._leaves) > 2 * len(self._nodes) + _COMPACT_SLACK:
             self._compact()
 
@@ -157,53 +169,71 @@ class PrefixTree:
         return count
 
     def _evict(self, count: int) -> None:
-        users, children, births, last_use = self.pool.users, self._children, self._births, self._last_use
+        users, children, keys, last_use, leaves = (
+            self.pool.users,
+            self._children,
+            self._keys,
+            self._last_use,
+            self._leaves,
+        )
         gone: list[int] = []
         while len(gone) < count:
-            if not self._leaves:
+            if not leaves:
                 raise PageError(f"{count} pages to evict, found {len(gone)} idle leaves")
-            used, page, birth = heapq.heappop(self._leaves)
-            if births[page] != birth or last_use[page] != used or users[page] or children[page]:
+            used, page = heapq.heappop(leaves)
+            if keys[page] is None or last_use[page] != used or users[page] or children[page]:
                 continue
-            self._remove(page)
-            gone.append(page)
+            # Up the path for as long as the parent is the next to go anyway: most of a path is of one age.
+            while True:
+                parent = self._remove(page)
+                gone.append(page)
+                if parent is None or children[parent] or users[parent]:
+                    break
+                entry = (last_use[parent], parent)
+                if len(gone) == count or (leaves and leaves[0] < entry):
+                    heapq.heappush(leaves, entry)
+                    break
+                page = parent
         self.evictions += count
-        self.pool.reclaim(np.array(gone, np.int32))
+        self.pool.idle -= count
+        self.pool.push(gone)
 
-    def _remove(self, page: int) -> None:
+    def _remove(self, page: int) -> int | None:
+        """Take a leaf out of the tree; returns its parent, unless that is a root."""
         key = self._keys[page]
         assert key is not None
         del self._nodes[key]
         self._keys[page] = None
-        self._births[page] = 0
         parent = key[0]
         if isinstance(parent, str):
-            return
+            return None
         self._children[parent] -= 1
-        if not self._children[parent] and not self.pool.users[parent]:
-            heapq.heappush(self._leaves, (int(self._last_use[parent]), parent, self._births[parent]))
+        return parent
 
     def _compact(self) -> None:
-        idle = np.flatnonzero(self.pool.cached & (self.pool.users == 0) & (self._children == 0))
-        self._leaves = [(int(self._last_use[page]), page, self._births[page]) for page in idle.tolist()]
+        unused = np.flatnonzero(self.pool.users == 0).tolist()
+        self._leaves = [
+            (self._last_use[page], page) for page in unused if self._keys[page] is not None and not self._children[page]
+        ]
         heapq.heapify(self._leaves)
 
     def check(self) -> None:
         """Raise PageError unless the tree agrees with itself and the pool. O(pages), for tests."""
-        self.pool.check()
-        children = np.zeros_like(self._children)
+        self.pool.check(list(self._nodes.values()))
+        children = [0] * len(self._children)
         users = self.pool.users
-        for (parent, _ids), page in self._nodes.items():
-            if not self.pool.cached[page] or not self._births[page]:
-                raise PageError(f"node {page} is not marked as cached")
+        for key, page in self._nodes.items():
+            parent = key[0]
+            if self._keys[page] != key:
+                raise PageError(f"node {page} does not know its key")
             if isinstance(parent, str):
                 continue
             children[parent] += 1
-            if not self._births[parent] or self._births[parent] > self._births[page]:
+            if self._keys[parent] is None:
                 raise PageError(f"node {page} hangs below {parent}, which is not in the tree")
             if users[page] and not users[parent]:
                 raise PageError(f"node {page} is used but its parent {parent} is not")
-        if not np.array_equal(children, self._children):
+        if children != self._children:
             raise PageError("children are miscounted")
-        if int(np.count_nonzero(self.pool.cached)) != len(self._nodes):
-            raise PageError("a cached page is not in the tree")
+        if sum(key is not None for key in self._keys) != len(self._nodes):
+            raise PageError("a page has a key and is not in the tree")

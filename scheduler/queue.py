@@ -11,7 +11,7 @@ import heapq
 from proto.messages import WorkClass
 from scheduler.request import Request
 
-WEIGHTS = {WorkClass.CHAT: 8.0, WorkClass.AGENT: 4.0, WorkClass.BATCH: 1.0}
+_WEIGHTS = [8.0, 4.0, 1.0]  # by WorkClass; lists, for hashing an enum member is slow
 AGE_CREDIT = 200.0  # weighted tokens per second of waiting
 PRIORITY_NS = 10_000_000_000  # one level of priority is worth ten seconds of waiting
 _MAX_PASSED = 4  # requests of a lane that one scan passes by
@@ -63,9 +63,9 @@ class Queues:
     """All waiting requests. A *scan* walks the heads, best first, taking some and passing others by."""
 
     def __init__(self) -> None:
-        self._lanes = {work_class: (Lane(), Lane()) for work_class in WorkClass}
-        self._waiting = dict.fromkeys(WorkClass, 0)
-        self._served = dict.fromkeys(WorkClass, 0.0)  # weighted tokens: each class's virtual time
+        self._lanes = [(Lane(), Lane()) for _ in WorkClass]  # short and long
+        self._waiting = [0] * len(WorkClass)
+        self._served = [0.0] * len(WorkClass)  # weighted tokens: each class's virtual time
         self._virtual_now = 0.0
         self._count = 0
         self.tickets = 0  # requests queued so far
@@ -93,11 +93,11 @@ class Queues:
         self._forget(request)
         self._lane(request).leave_entry()
 
-    def charge(self, work_class: WorkClass, tokens: int) -> None:
+    def charge(self, work_class: int, tokens: int) -> None:
         """Account prefilled tokens to a class."""
-        self._served[work_class] += tokens / WEIGHTS[work_class]
+        self._served[work_class] += tokens / _WEIGHTS[work_class]
 
-    def rank(self, work_class: WorkClass, oldest: int, now: int) -> float:
+    def rank(self, work_class: int, oldest: int, now: int) -> float:
         """What is served next has the lowest rank. `oldest` is the arrival of the class's oldest request."""
         return self._served[work_class] - AGE_CREDIT * max(now - oldest, 0) / 1e9
 
@@ -105,13 +105,14 @@ class Queues:
         """The head to look at next, among those not yet passed in this scan."""
         best: Request | None = None
         best_rank = 0.0
-        for work_class, lanes in self._lanes.items():
+        for work_class, (short, long) in enumerate(self._lanes):
             if not self._waiting[work_class]:
                 continue
-            heads = [head for lane in lanes if (head := lane.head()) is not None]
-            if not heads:
+            head, other = short.head(), long.head()
+            if head is None or (other is not None and (other.order, other.ticket) < (head.order, head.ticket)):
+                head = other
+            if head is None:
                 continue
-            head = min(heads, key=lambda request: (request.order, request.ticket))
             rank = self.rank(work_class, head.arrival, now)
             if best is None or rank < best_rank:
                 best, best_rank = head, rank
@@ -128,7 +129,7 @@ class Queues:
         self._lane(request).pass_by()
 
     def end_scan(self) -> None:
-        for lanes in self._lanes.values():
+        for lanes in self._lanes:
             for lane in lanes:
                 lane.end_scan()
 

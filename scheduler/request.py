@@ -27,6 +27,7 @@ class Request:
     rid: int
     attempt: int
     ids: bytes  # i32: all ids known when it was last queued (prompt, resumed and generated output)
+    tokens: int  # number of these ids: what a prefill covers
     prompt_len: int
     max_len: int  # prompt + max_new_tokens
     min_len: int  # stop ids count from this length on
@@ -49,7 +50,6 @@ class Request:
     overtaken: int = 0
     # in a slot
     slot: int = -1
-    generation: int = 0
     done: int = 0  # ids whose K/V are planned or cached, while in PREFILL
     long: bool = False  # its prefill takes more than half a step's budget
     hit_pages: int = 0
@@ -60,10 +60,10 @@ class Request:
     preemptions: int = 0
     misses: int = 0  # censuses in a row of its server that did not list it
 
-    @property
-    def tokens(self) -> int:
-        """Number of ids that a prefill covers."""
-        return len(self.ids) // ID_BYTES
+    def learn(self, ids: bytes) -> None:
+        """Take all ids known by now."""
+        self.ids = ids
+        self.tokens = len(ids) // ID_BYTES
 
     @property
     def prefill_only(self) -> bool:

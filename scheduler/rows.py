@@ -1,7 +1,5 @@
 """Columns over slots: all that a step changes of every row, and nothing that it does not."""
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import numpy.typing as npt
 
@@ -12,49 +10,66 @@ from scheduler.request import ID_BYTES, Request
 Mask = npt.NDArray[np.bool_]
 
 
-@dataclass(slots=True)
-class RowView:
-    """Rows of a step, in plan order, with the columns that do not change while a row keeps its slot.
+# Columns of `Rows.fixed`.
+_RID, _ATTEMPT, _GENERATION, _PROMPT_LEN, _MAX_LEN, _DETOKENIZER = range(6)
 
-    Parallel arrays [R]. A copy, so it stays true for results that come after slots have changed hands.
+
+class RowView:
+    """Rows of a step, in plan order, with what does not change while a row keeps its slot.
+
+    A copy, so it stays true for results that come after slots have changed hands. What every step asks for is
+    made once and kept: the view of a steady batch lives long.
     """
 
-    slots: I32Array
-    generations: I32Array
-    rids: npt.NDArray[np.uint64]
-    attempts: npt.NDArray[np.uint32]
-    prompt_lens: I32Array
-    max_lens: I32Array
-    detokenizers: I32Array
-    departures: int  # `Rows.departures` when it was made: unchanged means that all rows still stand
-    _rid_bytes: bytes = field(default=b"")
-    _attempt_bytes: bytes = field(default=b"")
+    __slots__ = ("_attempts", "_fixed", "_max_lens", "_prompt_lens", "_rids", "departures", "slots")
+
+    def __init__(self, slots: I32Array, fixed: npt.NDArray[np.uint64], departures: int) -> None:
+        self.slots = slots
+        self.departures = departures  # `Rows.departures` then: unchanged means that all rows still stand
+        self._fixed = fixed  # [R, 6] uint64
+        self._prompt_lens: I32Array | None = None
+        self._max_lens: I32Array | None = None
+        self._rids: bytes | None = None
+        self._attempts: bytes | None = None
 
     def __len__(self) -> int:
         return self.slots.size
 
     def only(self, mask: Mask) -> "RowView":
-        return RowView(
-            slots=self.slots[mask],
-            generations=self.generations[mask],
-            rids=self.rids[mask],
-            attempts=self.attempts[mask],
-            prompt_lens=self.prompt_lens[mask],
-            max_lens=self.max_lens[mask],
-            detokenizers=self.detokenizers[mask],
-            departures=self.departures,
-        )
+        return RowView(self.slots[mask], self._fixed[mask], self.departures)
 
-    def rid_bytes(self) -> bytes:
-        """The column as it travels; made once for as long as the view lasts."""
-        if not self._rid_bytes:
-            self._rid_bytes = self.rids.tobytes()
-        return self._rid_bytes
+    @property
+    def generations(self) -> I32Array:
+        return self._fixed[:, _GENERATION].astype(np.int32)
 
-    def attempt_bytes(self) -> bytes:
-        if not self._attempt_bytes:
-            self._attempt_bytes = self.attempts.tobytes()
-        return self._attempt_bytes
+    @property
+    def detokenizers(self) -> I32Array:
+        return self._fixed[:, _DETOKENIZER].astype(np.int32)
+
+    @property
+    def prompt_lens(self) -> I32Array:
+        if self._prompt_lens is None:
+            self._prompt_lens = self._fixed[:, _PROMPT_LEN].astype(np.int32)
+        return self._prompt_lens
+
+    @property
+    def max_lens(self) -> I32Array:
+        if self._max_lens is None:
+            self._max_lens = self._fixed[:, _MAX_LEN].astype(np.int32)
+        return self._max_lens
+
+    @property
+    def rids(self) -> bytes:
+        """The column as it travels."""
+        if self._rids is None:
+            self._rids = self._fixed[:, _RID].astype(U64).tobytes()
+        return self._rids
+
+    @property
+    def attempts(self) -> bytes:
+        if self._attempts is None:
+            self._attempts = self._fixed[:, _ATTEMPT].astype(U32).tobytes()
+        return self._attempts
 
 
 class Rows:
@@ -69,11 +84,7 @@ class Rows:
         self.capacity = capacity
         self.page_size = page_size
         self.generation = np.zeros(capacity, np.int32)
-        self.rid = np.zeros(capacity, U64)
-        self.attempt = np.zeros(capacity, U32)
-        self.detokenizer = np.zeros(capacity, np.int32)
-        self.prompt_len = np.zeros(capacity, np.int32)
-        self.max_len = np.zeros(capacity, np.int32)
+        self.fixed = np.zeros((capacity, 6), np.uint64)
         self.known = np.zeros(capacity, np.int32)
         self.planned = np.zeros(capacity, np.int32)
         self.room = np.zeros(capacity, np.int32)  # tokens that the row's pages hold
@@ -92,18 +103,21 @@ class Rows:
         """Put a request into a slot with pages for all its known ids."""
         slot = self._free.pop()
         tokens = request.tokens
-        self.rid[slot] = request.rid
-        self.attempt[slot] = request.attempt
-        self.detokenizer[slot] = request.detokenizer
-        self.prompt_len[slot] = request.prompt_len
-        self.max_len[slot] = request.max_len
+        generation = int(self.generation[slot])
+        self.fixed[slot] = (
+            request.rid,
+            request.attempt,
+            generation,
+            request.prompt_len,
+            request.max_len,
+            request.detokenizer,
+        )
         self.known[slot] = tokens
         self.room[slot] = pages.size * self.page_size
         self.last_id[slot] = int.from_bytes(request.ids[-ID_BYTES:], "little")
         self.pages[slot, : pages.size] = pages
         self.requests[slot] = request
         request.slot = slot
-        request.generation = int(self.generation[slot])
         return slot
 
     def leave(self, slots: list[int]) -> I32Array:
@@ -130,16 +144,7 @@ class Rows:
         self.room[slots] = room + self.page_size
 
     def view(self, slots: I32Array) -> RowView:
-        return RowView(
-            slots=slots,
-            generations=self.generation[slots],
-            rids=self.rid[slots],
-            attempts=self.attempt[slots],
-            prompt_lens=self.prompt_len[slots],
-            max_lens=self.max_len[slots],
-            detokenizers=self.detokenizer[slots],
-            departures=self.departures,
-        )
+        return RowView(slots, self.fixed[slots], self.departures)
 
     def take_ids(self, slots: I32Array, ids: I32Array) -> I32Array:
         """One new id for each row; returns their positions.

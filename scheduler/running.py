@@ -32,7 +32,7 @@ class Running:
         self._joining: list[int] = []
         self._decoding = np.zeros(capacity, np.bool_)
         self._view: RowView | None = None
-        self._steps_left = 0  # decode steps until the first row of the view ends by length
+        self._steps_left = 0  # decode steps until the first row of the view ends by length; 0 = to be counted
 
     @property
     def count(self) -> int:
@@ -40,21 +40,23 @@ class Running:
 
     # ---------------------------------------------------------------- in and out
 
-    def place(self, request: Request, expected_pages: int) -> AdmitRow:
+    def place(self, request: Request) -> AdmitRow:
         """Give a request a slot, the pages of its matched path, and own pages for the rest of its ids."""
-        pool, tokens = self.pool, request.tokens
-        shared = np.array(request.path.pages, np.int32)
-        if shared.size:
+        pool = self.pool
+        hits = len(request.path.pages)
+        needed = pool.pages_of(request.tokens)
+        if hits:
+            shared = np.array(request.path.pages, np.int32)
             pool.retain(shared)  # before the allocation, which may evict what is idle
-        own = self.tree.allocate(pool.pages_of(tokens) - shared.size)
-        pages = np.concatenate([shared, own]) if shared.size else own
+            pages = np.concatenate([shared, self.tree.allocate(needed - hits)])
+        else:
+            pages = self.tree.allocate(needed)
         slot = self.rows.enter(request, pages)
         request.state = State.PREFILL
-        request.hit_pages = shared.size
-        request.done = shared.size * pool.page_size
-        request.expected_pages = expected_pages
+        request.hit_pages = hits
+        request.done = hits * pool.page_size
         self.rows.planned[slot] = request.done
-        self.committed += expected_pages
+        self.committed += request.expected_pages
         self.prefills.append(request)
         return AdmitRow(
             slot=slot,
@@ -87,7 +89,7 @@ class Running:
         self.tree.release(rows.leave(slots))
 
     def _keep(self, request: Request, end: int) -> None:
-        if end > len(request.path):
+        if end > len(request.path.pages):
             slot = request.slot
             self.tree.extend(request.path, self.rows.known_ids(slot), self.rows.held(slot), end, leaving=True)
 
@@ -128,18 +130,18 @@ class Running:
                 order = np.concatenate([order, np.array(self._joining, np.int32)])
                 self._joining.clear()
             self._order = order = order[self._decoding[order]]
-            self._view = view = self.rows.view(order)
-            left = view.max_lens - 1 - self.rows.planned[order]
-            self._steps_left = int(left.min(initial=np.iinfo(np.int32).max))
+            self._view = self.rows.view(order)
+            self._steps_left = 0
         return self._view
 
     def lacking_page(self, view: RowView) -> I32Array:
         """Rows whose next id begins a page that they do not have yet; as slots."""
         slots = view.slots
-        return slots[self.rows.planned[slots] == self.rows.room[slots]]
+        lacking: I32Array = slots[self.rows.planned[slots] == self.rows.room[slots]]
+        return lacking
 
     def append_pages(self, slots: I32Array) -> I32Array:
-        pages = self.tree.allocate(slots.size)
+        pages = self.tree.allocate(len(slots))
         self.rows.append(slots, pages)
         return pages
 
@@ -154,12 +156,14 @@ class Running:
         rows, slots = self.rows, view.slots
         planned = rows.planned[slots] + 1
         rows.planned[slots] = planned
-        self._steps_left -= 1
-        if self._steps_left <= 0 or self._view is not view:
-            ended = slots[planned + 1 >= view.max_lens]
-            if ended.size:
-                self._decoding[ended] = False
-                self._view = None
+        if self._steps_left > 1 and self._view is view:
+            self._steps_left -= 1
+            return
+        left = view.max_lens - 1 - planned
+        self._steps_left = int(left.min())
+        if self._steps_left <= 0:
+            self._decoding[slots[left <= 0]] = False
+            self._view = None
 
     # ---------------------------------------------------------------- pressure
 
@@ -185,7 +189,7 @@ class Running:
         weights = _VICTIM_WEIGHTS[[request.work_class for request in eligible]]
         return eligible[cheapest_victim(self.pool.users, np.concatenate(held), starts, weights)]
 
-    def peak_with(self, request: Request, expected_pages: int) -> int:
+    def peak_with(self, request: Request) -> int:
         """Most pages in use at once if this request is placed and all rows grow as expected."""
         present = [other for other in self.rows.requests if other is not None]
         slots = [other.slot for other in present]
@@ -194,7 +198,7 @@ class Running:
         own = held - np.array([other.hit_pages for other in present], np.int64)
         shared = max(self.pool.used - int(own.sum()), 0)
         needed = self.pool.pages_of(request.tokens)
-        growth = np.append(np.maximum(expected - held, 1), max(expected_pages - needed, 1))
+        growth = np.append(np.maximum(expected - held, 1), max(request.expected_pages - needed, 1))
         peak = expected_peak(np.append(own, needed - len(request.path)), growth)
         newly_used = int(np.count_nonzero(self.pool.users[request.path.pages] == 0)) if len(request.path) else 0
         return shared + newly_used + peak

@@ -75,6 +75,8 @@ class Ours:
 
     def __init__(self, rows: int, churn: bool) -> None:
         self.rows = rows
+        # A row that has its last step in flight keeps its slot until the result: so many more of them.
+        self._live = rows + rows // 9 if churn else rows
         self._churn = churn
         self._trace = Trace(churn)
         options = SchedulerOptions(
@@ -82,7 +84,7 @@ class Ours:
             prefix_caching=True,
             chunked_prefill=True,
             max_num_batched_tokens=max(8192, rows),
-            max_num_seqs=rows,
+            max_num_seqs=self._live,
             max_queue=2 * rows,
             debug_preempt_every=0,
         )
@@ -90,7 +92,7 @@ class Ours:
             num_pages=rows * 80 + 1000,
             page_size=PAGE_SIZE,
             max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=rows,
+            max_num_seqs=self._live,
             max_num_batched_tokens=max(8192, rows),
             vocab_size=VOCAB,
             device="none",
@@ -103,10 +105,11 @@ class Ours:
         self._now = 1
         self._encoder = msgspec.msgpack.Encoder()
         self._accept_us: list[float] = []
-        for _ in range(rows):
+        for _ in range(self._live):
             self._admit(*self._trace.first())
         self._planned: list[int] = []  # rows that each step in flight samples
         self._step = 0
+        self._decodes = 0
 
     def _admit(self, prompt: list[int], max_new: int) -> None:
         self._number += 1
@@ -135,10 +138,9 @@ class Ours:
         """Measure so many steps in which at least 95 % of the rows run."""
         scheduler = self.scheduler
         samples: list[tuple[float, float, float, float]] = []
-        decodes = 0
         while len(samples) < steps:
             if self._churn:
-                while self._number - scheduler.counts.finished < self.rows:
+                while self._number - scheduler.counts.finished < self._live:
                     self._admit(*self._trace.next())
             plan_time = 0.0
             plans = []
@@ -150,8 +152,8 @@ class Ours:
                     break
                 plans.append(plan)
                 if plan.decode_slots is not None:
-                    decodes = len(column(plan.decode_slots))
-                sampled = decodes + int(column(plan.chunks).reshape(-1, 3)[:, 2].sum())
+                    self._decodes = len(column(plan.decode_slots))
+                sampled = self._decodes + int(column(plan.chunks).reshape(-1, 3)[:, 2].sum())
                 self._planned.append(sampled)
             self._now += 10_000_000
             count = self._planned.pop(0)

@@ -70,7 +70,7 @@ class Fuzz:
         )
         self.ring = Ring(options, facts)
         if setting.optimistic:
-            self.ring.scheduler._admission.expected_pages = (  # type: ignore[method-assign]
+            self.ring.scheduler._admission._expected_pages = (  # type: ignore[method-assign]
                 lambda request: self.ring.scheduler._running.pool.pages_of(request.tokens)
             )
         self.digest = hashlib.sha256()
@@ -213,7 +213,7 @@ class Fuzz:
         eligible = self.ring.scheduler._running.preemptible()
         # Forced ones look like thrashing, which throttles admission: no row would ever run out of pages.
         if eligible and not self.setting.optimistic:
-            self.ring.scheduler._preempt(self.random.choice(eligible))
+            self.ring.scheduler._lifecycle.preempt(self.random.choice(eligible))
 
     def _pin(self) -> None:
         if len(self._pins) >= 2:
@@ -319,7 +319,7 @@ class Fuzz:
         pool = self.ring.scheduler._running.pool
         self.ring.send(Flush(rid=rid_of(1)))
         assert pool.free == pool.num_pages
-        assert not self.ring.scheduler._stops.watched.any()
+        assert not self.ring.scheduler._lifecycle.stops.watched.any()
 
 
 SETTINGS = [

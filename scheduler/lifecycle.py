@@ -1,0 +1,200 @@
+"""A request's way through its states, and its one end.
+
+    accept ─► QUEUED ─► PREFILL ─► DECODE ─► ended: finish | refuse | drop
+                ▲                    │
+                └──── preempt ───────┘
+
+Placement and the steps in a slot are `Running`'s; which of these moves is made when, is decided elsewhere.
+"""
+
+import heapq
+from dataclasses import dataclass
+
+from proto.ids import StageKind, server_of
+from proto.messages import Admit, Finish, Reject, Timing
+from scheduler.admission import Admission, Refusal
+from scheduler.emit import BareRow, End, Outbound
+from scheduler.prefix import Path
+from scheduler.queue import Queues
+from scheduler.registry import Registry
+from scheduler.request import ID_BYTES, Request, State
+from scheduler.running import Running
+from scheduler.stops import StopTable
+
+
+@dataclass(slots=True)
+class Counts:
+    """Totals since the start, named as in the heartbeat."""
+
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
+    prefill_tokens: int = 0
+    generated_tokens: int = 0
+    finished: int = 0
+    rejected: int = 0
+    aborted: int = 0
+    superseded: int = 0
+    ignored_admits: int = 0  # of a past attempt, or aborted before they came
+    leaked: int = 0  # aborted because their server no longer listed them
+    preemptions: int = 0
+    wasted_rows: int = 0  # decoded past a stop id
+    dropped_rows: int = 0  # results of rows that had left their slot
+    failed_rows: int = 0
+    stalled_steps: int = 0  # in which a row got no page and nobody could be preempted
+    stale_results: int = 0
+
+
+class Lifecycle:
+    """The only place where requests come into being, change state outside a slot, and end."""
+
+    def __init__(
+        self, running: Running, queues: Queues, registry: Registry, admission: Admission, out: Outbound, vocab_size: int
+    ) -> None:
+        self.counts = Counts()
+        self.stops = StopTable(vocab_size)
+        self._running = running
+        self._queues = queues
+        self._registry = registry
+        self._admission = admission
+        self._out = out
+        self._deadlines: list[tuple[int, int, int]] = []  # (deadline, rid, attempt) of requests that may wait
+
+    # ---------------------------------------------------------------- in
+
+    def admit(self, admit: Admit, detokenizer: int, step: int, now: int) -> None:
+        """Queue a request, or say at once why not."""
+        refusal = self._admission.never(admit) or self._admission.queue_full(len(self._queues), self._queues.tokens)
+        if refusal is not None:
+            self.reject(admit.rid, admit.attempt, refusal)
+            return
+        request = self._accept(admit, detokenizer, now)
+        if self._ends_at_once(request, step):
+            return
+        uncached = self._admission.match(request)
+        refusal = self._admission.late(request, now)
+        if refusal is not None:
+            self.refuse(request, refusal)
+        else:
+            self._enqueue(request, uncached)
+
+    def _accept(self, admit: Admit, detokenizer: int, now: int) -> Request:
+        prompt_len = len(admit.prompt_ids) // ID_BYTES
+        request = Request(
+            rid=admit.rid,
+            attempt=admit.attempt,
+            ids=admit.prompt_ids + admit.output_ids,
+            tokens=prompt_len + len(admit.output_ids) // ID_BYTES,
+            prompt_len=prompt_len,
+            max_len=prompt_len + admit.max_new_tokens,
+            min_len=prompt_len + admit.min_new_tokens,
+            sampling=admit.sampling,
+            stop_ids=admit.stop_ids,
+            stops=self.stops.acquire(admit.stop_ids, admit.num_eos),
+            work_class=admit.work_class,
+            priority=admit.priority,
+            deadline=admit.deadline,
+            arrival=admit.arrival or now,
+            opening=admit.opening,
+            detokenizer=detokenizer,
+            path=Path(admit.cache_salt),
+            seen=now,
+        )
+        self._registry.requests[request.rid] = request
+        return request
+
+    def _ends_at_once(self, request: Request, step: int) -> bool:
+        """A continuation may have all its output already: only its end was lost."""
+        if not request.resumed:
+            return False
+        last = int.from_bytes(request.ids[-ID_BYTES:], "little")
+        if last in request.stops.ids and request.tokens > request.min_len:
+            end = End(0, Finish.STOP, last, request.stops.ids[last])
+        elif request.tokens >= request.max_len:
+            end = End(0, Finish.LENGTH)
+        else:
+            return False
+        request.first_scheduled = request.seen
+        self._out.bare(step, BareRow(request, end, self.open(request, request.seen)))
+        self._forget(request)
+        self.counts.finished += 1
+        return True
+
+    def _enqueue(self, request: Request, uncached: int) -> None:
+        request.state = State.QUEUED
+        request.long = self._admission.is_long(uncached)
+        self._queues.push(request)
+        if request.deadline:
+            heapq.heappush(self._deadlines, (request.deadline, request.rid, request.attempt))
+
+    def preempt(self, request: Request) -> None:
+        """Back to the queue with all that is known; what is in flight for it will be dropped."""
+        request.learn(self._running.rows.known_ids(request.slot))
+        self._running.leave([request], keep=True)
+        request.preemptions += 1
+        self._enqueue(request, self._admission.match(request))
+        self.counts.preemptions += 1
+        self._admission.lengths.preempted()
+
+    def open(self, request: Request, now: int) -> tuple[bytes, Timing] | None:
+        """What goes with a request's first Emit; None afterwards."""
+        if request.opened:
+            return None
+        request.opened = True
+        timing = Timing(
+            cached_tokens=request.cached_tokens,
+            queue=max(request.first_scheduled - request.arrival, 0),
+            prefill=max(now - request.first_scheduled, 0),
+        )
+        return request.opening, timing
+
+    # ---------------------------------------------------------------- out
+
+    def finish(self, done: list[Request]) -> None:
+        """Their ends are on their way to the detokenizers; slots and pages come back."""
+        self._running.leave(done, keep=True)
+        for request in done:
+            self._forget(request)
+        self.counts.finished += len(done)
+
+    def drop(self, request: Request) -> None:
+        """Free all that a request holds, in whatever state it is; nobody waits for its end."""
+        if request.ticket:
+            self._queues.remove(request)
+        elif request.slot >= 0:
+            self._running.leave([request], keep=False)
+        if request.opened:
+            self._out.close(request)
+        self._forget(request)
+
+    def refuse(self, request: Request, refusal: Refusal) -> None:
+        """A request that was accepted ends with a Reject."""
+        self.drop(request)
+        self.reject(request.rid, request.attempt, refusal)
+
+    def reject(self, rid: int, attempt: int, refusal: Refusal) -> None:
+        self.counts.rejected += 1
+        reject = Reject(
+            rid=rid,
+            attempt=attempt,
+            code=refusal.code,
+            field=refusal.field,
+            message=refusal.message,
+            retry_after_ms=refusal.retry_after_ms,
+        )
+        self._out.send(StageKind.SERVER, server_of(rid), reject)
+
+    def expire(self, now: int) -> None:
+        """Refuse waiting requests whose deadline has passed. Running ones are the server's to abort."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, rid, attempt = heapq.heappop(self._deadlines)
+            request = self._registry.requests.get(rid)
+            if request is None or request.attempt != attempt or request.state is not State.QUEUED:
+                continue
+            refusal = self._admission.late(request, now)
+            assert refusal is not None
+            self.refuse(request, refusal)
+
+    def _forget(self, request: Request) -> None:
+        request.state = State.ENDED
+        self.stops.release(request.stops)
+        del self._registry.requests[request.rid]

@@ -1,0 +1,112 @@
+"""Who prefills in a step: how the tokens that decodes leave are shared."""
+
+from proto.messages import AdmitRow
+from scheduler.admission import Admission, Verdict
+from scheduler.lifecycle import Lifecycle
+from scheduler.queue import Queues
+from scheduler.request import Request
+from scheduler.running import Running
+
+_LONG_SHARE = 4  # a long prefill gets at least 1/4 of what decodes leave, however many short ones come
+_MAX_OVERTAKES = 64  # requests that may pass one which waits for pages; then all wait for it
+_RESCAN_STEPS = 32  # steps after which a queue that found no pages is looked at again in any case
+
+
+class PrefillShare:
+    """What one step prefills."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget  # tokens left
+        self.chunks: dict[Request, int] = {}  # ids to prefill, in plan order
+        self.admits: list[AdmitRow] = []
+
+
+class PrefillPlanner:
+    """Shares each step between prefills that run and requests that wait.
+
+    First a part for the long prefill whose turn it is, then short ones, then the queue, then the long ones again:
+    so neither can starve the other, and nothing is left unused.
+    """
+
+    def __init__(self, running: Running, queues: Queues, admission: Admission, lifecycle: Lifecycle) -> None:
+        self._running = running
+        self._queues = queues
+        self._admission = admission
+        self._lifecycle = lifecycle
+        self._stuck: tuple[int, int, int, int] | None = None  # see `_nothing_new`
+        self.cramped = False  # decodes left a prompt that must run in one step too little room
+
+    def share(self, budget: int, step: int, may_admit: bool, now: int) -> PrefillShare:
+        """Plan the prefill of one step, at most `budget` tokens."""
+        share = PrefillShare(budget)
+        self.cramped = False
+        longs = [request for request in self._running.prefills if request.long]
+        longs.sort(key=lambda request: self._queues.rank(request.work_class, request.arrival, now))
+        shorts = [request for request in self._running.prefills if not request.long]
+        if longs and (shorts or self._queues):
+            self._advance(longs[0], budget // _LONG_SHARE, share)
+        for request in shorts:
+            self._advance(request, share.budget, share)
+        if may_admit and share.budget and self._queues and self._stuck != self._circumstances(step):
+            self._admit(share, step, now)
+        for request in longs:
+            self._advance(request, share.budget, share)
+        return share
+
+    def _advance(self, request: Request, budget: int, share: PrefillShare) -> None:
+        """Plan as much of a prefill as the budget holds."""
+        tokens = min(budget, request.tokens - request.done)
+        if tokens:
+            self._running.advance(request, tokens)
+            share.chunks[request] = share.chunks.get(request, 0) + tokens
+            share.budget -= tokens
+            self._queues.charge(request.work_class, tokens)
+
+    def _admit(self, share: PrefillShare, step: int, now: int) -> None:
+        """Place waiting requests while there are slots, pages and budget."""
+        queues, rows = self._queues, self._running.rows
+        blocked: list[Request] = []
+        while share.budget and rows.free:
+            request = queues.best(now)
+            if request is None:
+                break
+            verdict = self._admission.fits(request, share.budget, now)
+            if verdict is Verdict.FITS:
+                queues.take(request)
+                share.admits.append(self._place(request, now))
+                self._advance(request, share.budget, share)
+                for other in blocked:
+                    other.overtaken += 1
+                continue
+            if verdict is Verdict.LATE or verdict is Verdict.PINNED:
+                refusal = self._admission.late(request, now) if verdict is Verdict.LATE else None
+                self._lifecycle.refuse(request, refusal or self._admission.pinned(request))
+                continue
+            if verdict is Verdict.PAGES:
+                if request.overtaken >= _MAX_OVERTAKES:
+                    break
+                blocked.append(request)
+            elif verdict is Verdict.BUDGET and not share.chunks:
+                self.cramped = True
+            queues.pass_by(request)
+        queues.end_scan()
+        self._stuck = self._circumstances(step) if blocked and not share.admits else None
+
+    def _circumstances(self, step: int) -> tuple[int, int, int, int]:
+        """While these are the same, a scan that was in vain for want of pages would be so again."""
+        running = self._running
+        return running.rows.departures, self._queues.tickets, len(running.prefills), step // _RESCAN_STEPS
+
+    def _place(self, request: Request, now: int) -> AdmitRow:
+        admission, counts = self._admission, self._lifecycle.counts
+        request.overtaken = 0
+        row = self._running.place(request)
+        request.long = admission.is_long(request.tokens - row.start)
+        counts.prefix_query_tokens += request.tokens
+        counts.prefix_hit_tokens += row.start
+        if request.preemptions:
+            admission.thrash.recomputed(request.tokens - row.start - 1)
+        if not request.first_scheduled:
+            request.first_scheduled = now
+            request.cached_tokens = min(row.start, request.prompt_len)
+        return row
