@@ -60,7 +60,6 @@ def test_it_streams_answers_calls_and_counts(tmp_path: Path) -> None:
         counters = stage.counters(lambda c: c["unknown_rows"] == 1)
         assert counters["tokens"] == 4 * len(library.encode("".join(SAMPLES.values())).ids)
         assert counters["live_requests"] == 0
-        assert 0 <= counters["busy_share"] <= 1
 
 
 def test_memory_and_start_with_150_000_ids(tmp_path: Path) -> None:
