@@ -30,13 +30,14 @@ def load_simulated(options: WorkerOptions) -> Device:
 
 def load_model(options: WorkerOptions) -> Device:
     """Weights into memory. A file that cannot be used ends the stage with a line that names it."""
+    from worker.law import LawError
     from worker.loader import LoadError
     from worker.runner import Runner
     from worker.torch_forward import TorchForward
 
     try:
         return Runner(TorchForward.load(options, progress), options)
-    except LoadError as error:
+    except (LoadError, LawError) as error:
         raise DeviceError(str(error)) from error
 
 
