@@ -8,7 +8,6 @@ from collections.abc import Callable
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import numba
-import numpy as np
 import torch
 
 from proto.config import WorkerOptions
@@ -17,11 +16,11 @@ from worker.attention.cpu import CpuAttention
 from worker.attention.pool import PoolSize, size_pool
 from worker.attention.reference import ReferenceAttention
 from worker.batch import StepBatch
+from worker.law import check_law
 from worker.layers.cpu_ops import CpuOps
 from worker.layers.gemm import find_rule
 from worker.layers.ops import Ops
 from worker.layers.reference_ops import ReferenceOps
-from worker.law import check_law
 from worker.loader.errors import LoadError
 from worker.loader.load import fill_dummy, load_checkpoint
 from worker.models import FAMILIES
@@ -67,7 +66,7 @@ class TorchForward:
             raise LoadError(f"device {options.device!r} is not one of {', '.join(DEVICES)}")
         config = options.manifest.config
         dtype = resolve_dtype(options.dtype, config.dtype)
-        threads = min(options.threads or len(os.sched_getaffinity(0)), numba.config.NUMBA_NUM_THREADS)
+        threads = min(options.threads or len(os.sched_getaffinity(0)), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
         torch.set_num_threads(threads)
         pool = size_pool(options, config.kv_bytes_per_token(dtype.itemsize))
         shape = AttentionShape(

@@ -12,9 +12,9 @@ Layouts, each contiguous, float32 or bfloat16 bits as uint16:
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
-from worker.layers.jit import ZERO, exp, fma, kernel, narrow, widen
+from worker.layers.jit import ZERO, exp, fma, helper, kernel, narrow, widen
 
 BLOCK = 64  # absolute positions a block
 LANES = 16  # keys of a tile, and partial sums of the softmax denominator
@@ -37,7 +37,7 @@ def write_kv(k: Any, v: Any, kv_slots: Any, keys: Any, values: Any) -> None:
                 values[page, head, offset, i] = v[token, head, i]
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper
 def _load_block(keys: Any, values: Any, pages: Any, head: Any, start: Any, end: Any, k: Any, v: Any) -> None:
     """Widen positions start..end of one kv head into k [d, BLOCK] and v [BLOCK, d].
 
@@ -69,7 +69,7 @@ def _load_block(keys: Any, values: Any, pages: Any, head: Any, start: Any, end: 
             v[at, i] = ZERO
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper
 def _scores(q: Any, k: Any, scores: Any) -> None:
     """scores[n, BLOCK] = q[n, d] k[d, BLOCK], summed over d in order; d is a multiple of 4."""
     for n in range(q.shape[0]):
@@ -82,7 +82,7 @@ def _scores(q: Any, k: Any, scores: Any) -> None:
                 scores[n, j] = fma(d, k[i + 3, j], fma(c, k[i + 2, j], first))
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper
 def _softmax(scores: Any, low: Any, high: Any, largest: Any, lanes: Any) -> Any:
     """Turn scores [BLOCK] into weights, those outside low..high into 0, relative to the new running maximum.
 
@@ -104,7 +104,7 @@ def _softmax(scores: Any, low: Any, high: Any, largest: Any, lanes: Any) -> Any:
     return new, factor
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper
 def _add_values(weights: Any, v: Any, factor: Any, out: Any) -> None:
     """out[d] = out × factor + weights[BLOCK] v[BLOCK, d], summed over the block in order."""
     for i in range(out.shape[0]):

@@ -10,7 +10,6 @@ import torch
 from worker.layers import kernels
 from worker.layers.gemm import GemmRule
 
-
 PARALLEL_ELEMENTS = 100_000  # fewer are done before a second thread has woken up
 
 

@@ -48,7 +48,7 @@ class GemmRule:
         most = self.most[packed.shape[0], packed.shape[1]]
         if x.shape[0] <= most:
             return product(x, packed)
-        return torch.cat([product(rows, packed) for rows in x.split(most)])
+        return torch.cat([product(x[i : i + most], packed) for i in range(0, x.shape[0], most)])
 
 
 def find_rule(shapes: list[GemmShape]) -> GemmRule:
@@ -69,7 +69,7 @@ def find_rule(shapes: list[GemmShape]) -> GemmRule:
 
 
 def _verified_rows(shapes: list[GemmShape], onednn: bool, multiple: int, limit: int) -> dict[Shape, int]:
-    """Up to how many rows (≤ limit) each shape agrees with calls of `multiple` rows; {} = one does not, or cannot run."""
+    """Up to how many rows (≤ limit) each shape agrees with calls of `multiple` rows; {} when one does not."""
     most = {}
     for shape in shapes:
         try:

@@ -8,15 +8,16 @@ of the kernel alone: after editing this file, touch the files that hold kernels.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic, overload
 
 KernelT = TypeVar("KernelT", bound=Callable[..., None])
+HelperT = TypeVar("HelperT", bound=Callable[..., Any])
 
 FLOAT = ir.FloatType()
 LOG2_E = np.float32(1.44269504088896341)
@@ -37,12 +38,23 @@ ZERO = np.float32(0.0)
 
 def kernel(function: KernelT) -> KernelT:
     """Compile a parallel kernel without the GIL; machine code is cached beside the file or in the user cache."""
-    compiled: KernelT = numba.njit(parallel=True, nogil=True, cache=True)(function)
-    return compiled
+    compiled: Any = numba.njit(parallel=True, nogil=True, cache=True)(function)
+    return cast(KernelT, compiled)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+def helper(function: HelperT) -> HelperT:
+    """Compile a function that kernels call."""
+    compiled: Any = numba.njit(function)
+    return cast(HelperT, compiled)
+
+
+def inlined(function: HelperT) -> HelperT:
+    """Compile a function into its callers before loops are vectorised."""
+    compiled: Any = numba.njit(inline="always")(function)
+    return cast(HelperT, compiled)
+
+
+def _fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     """a × b + c with one rounding."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -51,8 +63,7 @@ def fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     return types.float32(types.float32, types.float32, types.float32), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def float_of_bits(typing_context: Any, bits: Any) -> Any:
+def _float_of_bits(typing_context: Any, bits: Any) -> Any:
     """The float32 with these 32 bits."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -61,8 +72,7 @@ def float_of_bits(typing_context: Any, bits: Any) -> Any:
     return types.float32(types.int32), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def bits_of_float(typing_context: Any, value: Any) -> Any:
+def _bits_of_float(typing_context: Any, value: Any) -> Any:
     """The 32 bits of a float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -71,12 +81,17 @@ def bits_of_float(typing_context: Any, value: Any) -> Any:
     return types.uint32(types.float32), codegen
 
 
+fma: Any = intrinsic(_fma)
+float_of_bits: Any = intrinsic(_float_of_bits)
+bits_of_float: Any = intrinsic(_bits_of_float)
+
+
 def widen(value: Any) -> Any:
     """float32 of a float32 or of bfloat16 bits (uint16); exact."""
     raise NotImplementedError("compiled code only")
 
 
-@overload(widen, inline="always")  # type: ignore[untyped-decorator]
+@overload(widen, inline="always")
 def _widen(value: Any) -> Any:
     def bfloat16(value: Any) -> Any:
         return float_of_bits(np.int32(np.uint32(value) << np.uint32(16)))
@@ -92,7 +107,7 @@ def narrow(value: Any, like: Any) -> Any:
     raise NotImplementedError("compiled code only")
 
 
-@overload(narrow, inline="always")  # type: ignore[untyped-decorator]
+@overload(narrow, inline="always")
 def _narrow(value: Any, like: Any) -> Any:
     def bfloat16(value: Any, like: Any) -> Any:
         bits = bits_of_float(value)
@@ -105,7 +120,7 @@ def _narrow(value: Any, like: Any) -> Any:
     return {types.uint16: bfloat16, types.float32: float32}.get(like.dtype)
 
 
-@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+@inlined
 def exp(x: Any) -> Any:
     """e^x of a float32 within 1 ulp or so, x clamped to [-87, 88]; NaN stays NaN.
 

@@ -26,9 +26,10 @@ class SafetensorsCheckpoint:
             raise LoadError(f"{file}: no such file, though the model's index names it")
         try:
             # The library checks that the header fits the file's length.
-            opened = self._files[file] = safe_open(file, framework="pt")
+            opened: Any = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{file}: not a whole safetensors file: {error}") from error
+        self._files[file] = opened
         for name in opened.keys():  # noqa: SIM118 - not a mapping
             if name in self.tensors:
                 raise LoadError(f"{file}: tensor {name} is also in {self.tensors[name].file}")

@@ -44,7 +44,8 @@ class Attention:
     def __call__(
         self, x: torch.Tensor, positions: torch.Tensor, rope: Rope, attention: AttentionBackend
     ) -> torch.Tensor:
-        q, k, v = self.qkv(x).view(x.shape[0], -1, self.head_dim).split([self.heads, self.kv_heads, self.kv_heads], 1)
+        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [N, H + 2K, D]
+        q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         rope(q, k, positions)

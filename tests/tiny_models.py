@@ -1,0 +1,112 @@
+"""Tiny random models as Hugging Face directories, made by transformers, which is then their reference."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+_CLASSES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+FAMILIES = tuple(_CLASSES)
+MAX_POSITION = 512
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+}
+
+
+def rope_parameters(rope: str, theta: float = 10000.0) -> dict[str, Any]:
+    """As transformers 5 spells them in config.json."""
+    return {"rope_type": rope, "rope_theta": theta, **ROPES[rope]}
+
+
+def make_tiny(
+    directory: Path,
+    family: str = "llama",
+    *,
+    rope: str = "default",
+    window: int = 0,
+    tie: bool = False,
+    dtype: str = "float32",
+    seed: int = 0,
+    **changes: Any,
+) -> Path:
+    """Write config.json, model.safetensors and a byte-level tokenizer.json; returns the directory.
+
+    `window` > 0 gives Mistral a sliding window, and Qwen one in its last layer. `changes` go into the config.
+    """
+    config_class, model_class = _CLASSES[family]
+    values: dict[str, Any] = {
+        "vocab_size": 320,
+        "hidden_size": 96,
+        "intermediate_size": 112,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": MAX_POSITION,
+        "rope_parameters": rope_parameters(rope),
+        "tie_word_embeddings": tie,
+        "initializer_range": 0.15,  # far enough from uniform logits to show mistakes
+        "bos_token_id": None,
+        "eos_token_id": 0,
+    }
+    if family == "mistral":
+        values["sliding_window"] = window or None
+    elif window:
+        values |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 2}
+    config: PretrainedConfig = config_class(**(values | changes))
+    torch.manual_seed(seed)
+    model = model_class(config).to(getattr(torch, dtype))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:  # transformers starts them at 0 and 1, where mistakes hide
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory)
+    _byte_tokenizer().save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def reference_model(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' own model of the directory, with plain attention."""
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    """Rewrite keys of config.json."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _byte_tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(["<|end|>", *alphabet])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
