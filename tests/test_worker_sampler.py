@@ -122,6 +122,16 @@ def test_top_p_looks_beyond_its_first_guess_of_a_flat_distribution() -> None:
     assert counts[5_000:10_000].sum() > 100
 
 
+def test_draws_are_right_across_a_large_vocabulary() -> None:
+    """1 000 ids, all mass on five of them, the first and the last among these; blocks between hold nothing."""
+    logits = np.full(1000, -200.0, np.float32)
+    ids = [0, 255, 256, 700, 999]
+    logits[ids] = np.log(BASE)
+    counts = draw_many(logits, temperature=1.0)
+    assert counts.sum() == counts[ids].sum()
+    assert_distribution(counts[ids], BASE)
+
+
 def test_equal_logits_break_ties_towards_the_lowest_id() -> None:
     logits = np.array([[1.0, 3.0, 3.0, 3.0]], np.float32)
     assert sample(logits, make_rows(1)).ids.tolist() == [1]
