@@ -61,8 +61,11 @@ async def _guard(
         return await handler(_parse(kind, raw), context)
     except CallError as error:
         await abort(context, error)
-    except (grpc.aio.AbortError, asyncio.CancelledError):
+    except grpc.aio.AbortError:
         raise
+    except grpc.aio.InternalError as error:
+        # The caller left while a write waited; grpc tells the write before it cancels the handler.
+        raise asyncio.CancelledError from error
     except Exception:
         error_id = secrets.token_hex(4)
         log.exception("error %s: a call ends by a bug", error_id)
