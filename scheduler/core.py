@@ -35,6 +35,7 @@ from proto.messages import (
 from scheduler.admission import Admission
 from scheduler.emit import Outbound, Outgoing
 from scheduler.lifecycle import Counts, Lifecycle
+from scheduler.pace import Pacer
 from scheduler.pages import I32Array
 from scheduler.prefill import PrefillPlanner
 from scheduler.queue import Queues
@@ -68,6 +69,7 @@ class Scheduler:
         self._prefill = PrefillPlanner(self._running, self._queues, self._admission, self._lifecycle)
         self._results = Results(self._running, self._lifecycle, self._admission, self._out)
         self._flight: deque[InFlight] = deque()
+        self._pacer = Pacer()
         self._detokenizers = 1
         self._step = 0
         self._sent_view: RowView | None = None
@@ -111,9 +113,21 @@ class Scheduler:
                     f"{message.expected_epoch}, step {message.expected_previous}"
                 )
 
+    def plan_due(self) -> int | None:
+        """Monotonic ns from when on `plan` makes the next step; 0 = at once, None = only a message can bring it on.
+
+        The plan that fills the pipeline waits until the running step is about to end, so that depth adds no
+        latency to admissions and aborts.
+        """
+        in_flight, depth = len(self._flight), self._options.pipeline_depth
+        if in_flight >= depth:
+            return None
+        return self._pacer.due if 0 < in_flight == depth - 1 else 0
+
     def plan(self, now: int) -> StepPlan | None:
-        """The next step; None when the pipeline is full or there is nothing to run."""
-        if len(self._flight) >= self._options.pipeline_depth:
+        """The next step; None when it is not due yet or there is nothing to run."""
+        due = self.plan_due()
+        if due is None or now < due:
             return None
         self._lifecycle.expire(now)
         forced = self._force_preemption()
@@ -132,7 +146,10 @@ class Scheduler:
                 view = self._running.rows.view(view.slots[:0])
         if not len(view) and not chunks:
             return None
-        return self._issue(view, append_slots, append_pages, chunks, admits)
+        plan = self._issue(view, append_slots, append_pages, chunks, admits)
+        if len(self._flight) == 1:
+            self._pacer.started(self._flight[0].prefill_tokens, now)
+        return plan
 
     def outgoing(self) -> list[Outgoing]:
         """What detokenizers and servers are to be told since the last call, in order."""
@@ -167,7 +184,11 @@ class Scheduler:
         if not self._flight or self._flight[0].step != result.step:
             awaited = self._flight[0].step if self._flight else "none"
             raise WorkerError(f"result of step {result.step}; awaited: {awaited}")
-        self._results.apply(self._flight.popleft(), result, now)
+        flight = self._flight.popleft()
+        self._pacer.measured(flight.prefill_tokens, result.device_ns)
+        if self._flight:
+            self._pacer.started(self._flight[0].prefill_tokens, now)
+        self._results.apply(flight, result, now)
 
     def _on_admit(self, admit: Admit, now: int) -> None:
         rid, attempt = admit.rid, admit.attempt

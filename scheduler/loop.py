@@ -48,7 +48,9 @@ class SchedulerLoop:
             self._worker.send(plan)
         for kind, index, message in scheduler.outgoing():
             self._stage.outbox(Address(kind, index)).send(message)
-        return None
+        due = scheduler.plan_due()
+        # A plan that was due and did not come has nothing to run: a message will wake us.
+        return None if due is None or due <= now else max(due - time.monotonic_ns(), 0) / 1e9
 
     def counters(self) -> dict[str, float]:
         if self._scheduler is None:

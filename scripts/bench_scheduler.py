@@ -183,7 +183,7 @@ class Ours:
             counts=b"",
             statuses=b"",
             logprobs=(),
-            device_ns=10_000_000,
+            device_ns=1_000_000,
             idle_ns=0,
         )
 
