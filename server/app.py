@@ -35,7 +35,11 @@ _MAX_CONNECTION_AGE_MS = 30 * 60 * 1000
 
 def run(stage: Stage) -> NoReturn:
     """Serve until told to stop, then leave the process."""
-    code = uvloop.run(serve(stage))
+    try:
+        code = uvloop.run(serve(stage))
+    except Exception:
+        log.critical("this stage dies of a bug", exc_info=True)
+        code = 4
     stage.exit(code)
 
 
@@ -65,6 +69,7 @@ async def serve(stage: Stage) -> int:
     follower.add_done_callback(edge.outlive)
     code = await edge.ended
     follower.cancel()
+    edge.fail_all("the server stops")
     await server.stop(_GOODBYE_SECONDS)
     edge.detach()
     return code

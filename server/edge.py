@@ -201,11 +201,15 @@ class Edge:
         broken = self.readiness.on_world(world)
         if broken:
             log.error("every request in flight ends: %s", broken)
-            error = UnavailableError(f"the request was lost: {broken}")
-            self._send(self.record.fail_all(error))
-            self.calls.fail_all(error)
+            self.fail_all(f"the request was lost: {broken}")
         self.note_phase()
         self._tell_drained()
+
+    def fail_all(self, why: str) -> None:
+        """End every call in flight with UNAVAILABLE."""
+        error = UnavailableError(why)
+        self._send(self.record.fail_all(error))
+        self.calls.fail_all(error)
 
     def note_phase(self) -> None:
         """Wake whoever follows the phase when it changed."""

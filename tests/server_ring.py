@@ -32,8 +32,11 @@ from proto.messages import (
     Flush,
     FlushReply,
     Message,
+    Ready,
     Reject,
     RejectCode,
+    ServerFacts,
+    Serving,
     StageInfo,
     StageState,
     Stop,
@@ -212,6 +215,13 @@ class FakeRing:
         await eventually(lambda: len(self.submits) >= count)
         return self.submits
 
+    async def take_address(self) -> None:
+        """From the server's Ready."""
+        await eventually(lambda: self.of(Ready))
+        facts = self.of(Ready)[0].facts
+        assert isinstance(facts, ServerFacts)
+        self.address = facts.address
+
     def tell_world(self, world: World) -> None:
         self._outboxes[StageKind.SUPERVISOR].send(world)
 
@@ -280,11 +290,9 @@ class FakeRing:
         self._context.close()
 
 
-@asynccontextmanager
-async def serving(ring_world: World | None = None, **options: Any) -> AsyncIterator[FakeRing]:
-    """A server that is SERVING, or that was told another world. Stopped in the end; it must end with 0."""
-    run_dir = tempfile.mkdtemp(prefix="quintet-")
-    config = StageConfig(
+def make_config(run_dir: str, **options: Any) -> StageConfig:
+    """What a supervisor would write for server 0."""
+    return StageConfig(
         kind=StageKind.SERVER,
         index=0,
         incarnation=1,
@@ -294,18 +302,24 @@ async def serving(ring_world: World | None = None, **options: Any) -> AsyncItera
         log_level="info",
         options=msgspec.Raw(msgspec.json.encode(make_options(**({"port": free_port()} | options)))),
     )
+
+
+@asynccontextmanager
+async def serving(ring_world: World | None = None, **options: Any) -> AsyncIterator[FakeRing]:
+    """A server that is SERVING, or that was told another world. Stopped in the end; it must end with 0."""
+    run_dir = tempfile.mkdtemp(prefix="quintet-")
     ring = FakeRing(run_dir)
-    stage = Stage(config)
+    stage = Stage(make_config(run_dir, **options))
     pump = asyncio.create_task(ring.pump())
     ring.server = asyncio.create_task(serve(stage))
     try:
         await eventually(lambda: ring.got or ring.server.done())
         if ring.server.done():
             raise RuntimeError(f"the server ended with {ring.server.result()}")
-        ring.address = f"127.0.0.1:{msgspec.json.decode(config.options)['port']}"
+        await ring.take_address()
         ring.tell_world(make_world() if ring_world is None else ring_world)
         if ring_world is None:
-            await eventually(lambda: any(type(message).__name__ == "Serving" for message in ring.got))
+            await eventually(lambda: ring.of(Serving))
         yield ring
         ring.stop()
         assert await ring.server == 0
