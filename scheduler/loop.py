@@ -1,12 +1,13 @@
 """The scheduler's process: its inbox's messages into `Scheduler`, plans and messages out of it."""
 
 import time
+from collections import deque
 
 from engine.runtime.stage import Stage, is_ready
 from proto.channel import Address
 from proto.config import SchedulerOptions
 from proto.ids import StageKind
-from proto.messages import Message, StageInfo, StepPlan, WorkerFacts, World
+from proto.messages import Message, StageInfo, StepPlan, StepResult, WorkerFacts, World
 from scheduler.core import Scheduler
 
 _SMOOTHING = 1 / 64
@@ -29,6 +30,9 @@ class SchedulerLoop:
         self._worker = stage.outbox(Address(StageKind.WORKER, stage.address.index))
         self._early: list[Message] = []  # came before the worker was ready
         self._plan_ns = 0.0
+        self._sent_at: deque[int] = deque()  # monotonic ns, of plans whose results are awaited
+        self._results = 0
+        self._turnaround_ns = 0  # plan sent → result taken, summed over results
 
     def on_message(self, message: Message) -> None:
         if isinstance(message, World):
@@ -37,7 +41,11 @@ class SchedulerLoop:
             if not isinstance(message, World):
                 self._early.append(message)
             return
-        self._scheduler.on_message(message, time.monotonic_ns())
+        now = time.monotonic_ns()
+        if isinstance(message, StepResult) and self._sent_at:
+            self._turnaround_ns += now - self._sent_at.popleft()
+            self._results += 1
+        self._scheduler.on_message(message, now)
 
     def step(self, now: int) -> float | None:
         """Plans first; what others are told of the last step waits until they are on their way."""
@@ -45,6 +53,7 @@ class SchedulerLoop:
         if scheduler is None:
             return None
         while (plan := self._timed_plan(scheduler, now)) is not None:
+            self._sent_at.append(time.monotonic_ns())
             self._worker.send(plan)
         for kind, index, message in scheduler.outgoing():
             self._stage.outbox(Address(kind, index)).send(message)
@@ -55,7 +64,12 @@ class SchedulerLoop:
     def counters(self) -> dict[str, float]:
         if self._scheduler is None:
             return {}
-        return {**self._scheduler.counters(), "plan_us": self._plan_ns / 1e3}
+        return {
+            **self._scheduler.counters(),
+            "plan_us": self._plan_ns / 1e3,
+            "results": float(self._results),
+            "turnaround_s": self._turnaround_ns / 1e9,
+        }
 
     def _timed_plan(self, scheduler: Scheduler, now: int) -> StepPlan | None:
         begin = time.perf_counter_ns()

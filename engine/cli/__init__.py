@@ -10,6 +10,7 @@ _COMMANDS = {
     "generate": "complete a prompt",
     "chat": "talk to a model in the terminal",
     "batch": "run a file of requests",
+    "bench": "measure latency and throughput",
     "status": "show a server's processes and load",
     "doctor": "say what this machine can run, and why not",
     "estimate": "compute KV memory and how many sequences fit",

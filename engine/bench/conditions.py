@@ -1,0 +1,53 @@
+"""Under which conditions something was measured: a number without them says nothing."""
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from engine.cli.status import status_of
+from quintet_client import AsyncClient
+
+
+def machine() -> dict[str, Any]:
+    """This machine, and how busy it is with other work at this moment."""
+    return {
+        "cpu": _cpu_name(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load_average_1min": os.getloadavg()[0],
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def command_line() -> Sequence[str]:
+    """The flags of this run."""
+    return sys.argv[1:]
+
+
+async def server(client: AsyncClient) -> dict[str, Any]:
+    """What `quintet status --json` says of the server. Raises QuintetError."""
+    return status_of(await client.get_server_info(), await client.get_load(), await client.get_model_info())
+
+
+def in_words(conditions: dict[str, Any]) -> str:
+    """One line for a table's foot."""
+    gigabytes = conditions["memory_bytes"] / 2**30
+    return (
+        f"{conditions['cpus']} CPUs ({conditions['cpu']}), {gigabytes:.0f} GiB, Python {conditions['python']}, "
+        f"load average {conditions['load_average_1min']:.1f} at the start"
+    )
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

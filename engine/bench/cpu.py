@@ -1,0 +1,42 @@
+"""How much CPU time a process took, to the microsecond: /proc/PID/stat counts only hundredths of a second."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTime:
+    """Seconds on a CPU and seconds ready but waiting for one, over the threads that live."""
+
+    running: float
+    waiting: float
+
+    def __sub__(self, earlier: "CpuTime") -> "CpuTime":
+        return CpuTime(self.running - earlier.running, self.waiting - earlier.waiting)
+
+
+def cpu_time(pid: int | None = None) -> CpuTime:
+    """Of a process, or of this one (proc(5), schedstat). Raises OSError when it is gone."""
+    running = waiting = 0
+    for task in Path(f"/proc/{pid or 'self'}/task").iterdir():
+        try:
+            spent = (task / "schedstat").read_text().split()
+        except OSError:
+            continue  # a thread that ended meanwhile
+        running += int(spent[0])
+        waiting += int(spent[1])
+    return CpuTime(running / 1e9, waiting / 1e9)
+
+
+def cpu_times(pids: Mapping[str, int]) -> dict[str, CpuTime]:
+    """Of several processes by name."""
+    return {name: cpu_time(pid) for name, pid in pids.items()}
+
+
+def rss_bytes(pid: int) -> int:
+    """Resident memory of a process. Raises OSError when it is gone."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) * 1024
+    return 0
