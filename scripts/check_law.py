@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: transformers would fill stderr
 
 from engine.models import prepare  # noqa: E402
 from proto.config import WorkerOptions  # noqa: E402
@@ -32,7 +33,6 @@ from tests.pair import Pair, Story  # noqa: E402
 from worker.runner import Runner  # noqa: E402
 from worker.torch_forward import TorchForward  # noqa: E402
 
-PAGE_SIZE = 16
 MAX_LOGIT_ERROR = 5e-4
 TIE_GAP = 1e-3
 MAX_EXCUSED = 0.01
@@ -93,23 +93,27 @@ def variants(tiny_pool: int) -> list[Variant]:
 class Bench:
     """One loaded model and the requests that it is held against."""
 
-    def __init__(self, manifest: ModelManifest, prompts: list[list[int]], tokens: int, dtype: str, device: str) -> None:
+    def __init__(
+        self, manifest: ModelManifest, prompts: list[list[int]], tokens: int, page_size: int, dtype: str, device: str
+    ) -> None:
         self.prompts = prompts
         self.tokens = tokens
-        pages = [-(-(len(prompt) + tokens) // PAGE_SIZE) + 1 for prompt in prompts]
-        self.tiny_pool = max(max(pages) + 2, sum(pages) // 3)
+        # All can start, none can be denied, but only half of what they grow by is there.
+        starts = [-(-(len(prompt) + 1) // page_size) for prompt in prompts]
+        ends = [-(-(len(prompt) + tokens - 1) // page_size) for prompt in prompts]
+        self.tiny_pool = max(max(ends) + 1, (sum(starts) + sum(ends)) // 2)
         self.options = WorkerOptions(
             manifest=manifest,
             device=device,
             dtype=dtype,
             load_format="auto",
             seed=0,
-            page_size=PAGE_SIZE,
-            num_pages=2 * sum(pages),
+            page_size=page_size,
+            num_pages=2 * (sum(ends) + len(ends)),
             kv_bytes=None,
             gpu_memory_utilization=0.5,
             max_model_len=None,
-            max_num_seqs=len(prompts),
+            max_num_seqs=max(len(prompts), 32),
             max_num_batched_tokens=2048,
             threads=None,
         )
@@ -184,7 +188,6 @@ def check_variants(bench: Bench, expected: list[Story], dtype: str) -> bool:
 
 def load_reference(manifest: ModelManifest) -> Any:
     """The same model in transformers, float32, read by transformers' own loaders."""
-    os.environ["TQDM_DISABLE"] = "1"
     import torch
     import transformers
     from transformers import modeling_gguf_pytorch_utils
@@ -257,6 +260,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, help="file with one prompt a line (default: built-in ones)")
     parser.add_argument("--count", type=int, default=20, help="how many prompts (default: 20)")
     parser.add_argument("--tokens", type=int, default=64, help="output tokens of each (default: 64)")
+    parser.add_argument("--page-size", type=int, default=16, help="tokens a page (default: 16)")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "reference"])
     parser.add_argument("--no-reference", action="store_true", help="leave out the comparison with transformers")
@@ -275,7 +279,7 @@ def main() -> int:
     holds = True
     for dtype in arguments.dtype:
         begin = time.monotonic()
-        bench = Bench(manifest, prompts, arguments.tokens, dtype, arguments.device)
+        bench = Bench(manifest, prompts, arguments.tokens, arguments.page_size, dtype, arguments.device)
         loaded = time.monotonic()
         compare = dtype == "float32" and not arguments.no_reference
         expected = bench.alone(keep_logits=compare)

@@ -20,7 +20,7 @@ def test_the_law_holds_for_the_demo_model(tmp_path: Path) -> None:
     """Both dtypes; one prompt shorter than a page, one longer than a KV block."""
     prompts = tmp_path / "prompts"
     prompts.write_text(f"The sky is\n{'red green blue ' * 24}\n")
-    command = [sys.executable, "scripts/check_law.py", "--prompts", str(prompts), "--tokens", "8"]
+    command = [sys.executable, "scripts/check_law.py", "--prompts", str(prompts), "--tokens", "8", "--page-size", "4"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
