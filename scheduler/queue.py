@@ -7,6 +7,7 @@ other, and short ones pass them by.
 """
 
 import heapq
+import math
 
 from proto.messages import WorkClass
 from scheduler.request import Request
@@ -104,7 +105,7 @@ class Queues:
     def best(self, now: int) -> Request | None:
         """The head to look at next, among those not yet passed in this scan."""
         best: Request | None = None
-        best_rank = 0.0
+        best_rank = math.inf
         for work_class, (short, long) in enumerate(self._lanes):
             if not self._waiting[work_class]:
                 continue
@@ -113,8 +114,10 @@ class Queues:
                 head = other
             if head is None:
                 continue
+            if self._waiting[work_class] == self._count:
+                return head
             rank = self.rank(work_class, head.arrival, now)
-            if best is None or rank < best_rank:
+            if rank < best_rank:
                 best, best_rank = head, rank
         return best
 

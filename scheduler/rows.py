@@ -1,5 +1,7 @@
 """Columns over slots: all that a step changes of every row, and nothing that it does not."""
 
+import struct
+
 import numpy as np
 import numpy.typing as npt
 
@@ -10,8 +12,9 @@ from scheduler.request import ID_BYTES, Request
 Mask = npt.NDArray[np.bool_]
 
 
-# Columns of `Rows.fixed`.
+# Columns of `Rows.fixed`, and a row of it.
 _RID, _ATTEMPT, _GENERATION, _PROMPT_LEN, _MAX_LEN, _DETOKENIZER = range(6)
+_FIXED = struct.Struct("<6Q")
 
 
 class RowView:
@@ -84,7 +87,8 @@ class Rows:
         self.capacity = capacity
         self.page_size = page_size
         self.generation = np.zeros(capacity, np.int32)
-        self.fixed = np.zeros((capacity, 6), np.uint64)
+        self.fixed = np.zeros((capacity, 6), U64)
+        self._fixed_bytes = self.fixed.data.cast("B")
         self.known = np.zeros(capacity, np.int32)
         self.planned = np.zeros(capacity, np.int32)
         self.room = np.zeros(capacity, np.int32)  # tokens that the row's pages hold
@@ -103,11 +107,13 @@ class Rows:
         """Put a request into a slot with pages for all its known ids."""
         slot = self._free.pop()
         tokens = request.tokens
-        generation = int(self.generation[slot])
-        self.fixed[slot] = (
+        # Not by numpy, which would make an array of the tuple first.
+        _FIXED.pack_into(
+            self._fixed_bytes,
+            slot * _FIXED.size,
             request.rid,
             request.attempt,
-            generation,
+            int(self.generation[slot]),
             request.prompt_len,
             request.max_len,
             request.detokenizer,

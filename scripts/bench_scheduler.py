@@ -2,10 +2,10 @@
 
     python scripts/bench_scheduler.py [--rows 64,256,1024,4096] [--steps 300] [--peer vllm]
 
-Two traces: *steady* (every row has a prompt of 256 tokens and decodes) and *churn* (prompts of 64 tokens, 5 to 15 output
-tokens, so that about 10 % of the rows end and are replaced in every step). No model runs: ids are drawn
-beforehand. Times are medians over steps; accepting a request and msgpack are timed apart. With --peer vllm, vLLM's V1
-scheduler gets the same trace in alternating turns of the same run (see scripts/peer_vllm_scheduler.py).
+Two traces: *steady* (every row has a prompt of 256 tokens and decodes) and *churn* (prompts of 64 tokens, 5 to 14
+output tokens, so that about 10 % of the rows end and are replaced in every step). No model runs: ids are drawn
+beforehand. Times are medians over steps; accepting a request and msgpack are timed apart. With --peer vllm, vLLM's
+V1 scheduler gets the same trace in alternating turns of the same run (see scripts/peer_vllm_scheduler.py).
 """
 
 import argparse
@@ -228,9 +228,9 @@ class Peer:
 def measure(rows: int, churn: bool, steps: int) -> None:
     timing = Ours(rows, churn).run(steps)
     print(
-        f"{'churn' if churn else 'steady':7} {rows:5} rows  {timing.step:8.1f} µs a step  (plan {timing.plan:.1f}, result "
-        f"{timing.result:.1f}, outgoing {timing.outgoing:.1f}; apart: msgpack {timing.encode:.1f}, accepting one request "
-        f"{timing.accept:.1f}; {timing.steps} steps)",
+        f"{'churn' if churn else 'steady':7} {rows:5} rows  {timing.step:8.1f} µs a step  "
+        f"(plan {timing.plan:.1f}, result {timing.result:.1f}, outgoing {timing.outgoing:.1f}; apart: msgpack "
+        f"{timing.encode:.1f}, accepting one request {timing.accept:.1f}; {timing.steps} steps)",
         flush=True,
     )
 
@@ -245,8 +245,8 @@ def compare(rows: int, churn: bool, steps: int) -> None:
     peer.close()
     a, b = statistics.median(mine), statistics.median(theirs)
     print(
-        f"{'churn' if churn else 'steady':7} {rows:5} rows  ours {a:8.1f} µs a step, vLLM {b:9.1f} µs: ratio 1/{b / a:.1f}  "
-        f"(ours {min(mine):.0f}..{max(mine):.0f}, vLLM {min(theirs):.0f}..{max(theirs):.0f})",
+        f"{'churn' if churn else 'steady':7} {rows:5} rows  ours {a:8.1f} µs a step, vLLM {b:9.1f} µs: "
+        f"ratio 1/{b / a:.1f}  (ours {min(mine):.0f}..{max(mine):.0f}, vLLM {min(theirs):.0f}..{max(theirs):.0f})",
         flush=True,
     )
 
@@ -259,8 +259,8 @@ def main() -> None:
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
     print(
-        f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}, {os.cpu_count()} CPUs, load {load:.1f}; "
-        f"page size {PAGE_SIZE}, depth 2, prefix caching on, stop ids watched, full policy",
+        f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}, {os.cpu_count()} CPUs, "
+        f"load {load:.1f}; page size {PAGE_SIZE}, depth 2, prefix caching on, stop ids watched, full policy",
         flush=True,
     )
     if arguments.peer and not PEER_PYTHON.exists():
