@@ -35,7 +35,7 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Shape of a decoder-only transformer, in units of elements."""
 
-    family: str  # key into worker.models: "llama", "mistral", "qwen2", "qwen3"
+    family: str  # key into worker.models.FAMILIES
     vocab_size: int  # rows of the embedding, which may exceed the tokenizer's ids
     hidden_size: int
     intermediate_size: int
@@ -53,6 +53,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     qk_norm: bool = False  # RMSNorm over head_dim of q and k before RoPE (Qwen3)
     windows: tuple[int, ...] = ()  # per layer: 0 = full attention, W = the last W positions; () = all full
     rope: RopeConfig = RopeConfig()
+    windowed_rope: RopeConfig | None = None  # of layers with a window, where it differs (Gemma 3)
+    alibi: bool = False  # linear biases by distance (Press et al. 2022) in place of rotary positions (BLOOM)
+    attention_scale: float = 0.0  # of attention scores; 0 = 1/√head_dim
+    attention_soft_cap: float = 0.0  # c > 0: attention scores s become c·tanh(s/c) (Gemma 2)
+    logit_soft_cap: float = 0.0  # the same for logits
+    num_experts: int = 0  # of a mixture's MLPs; 0 = dense
+    experts_per_token: int = 0
+    expert_size: int = 0  # intermediate size of one expert
+    renormalise_experts: bool = False  # weights of a token's experts are made to sum to 1
+    dense_layers: tuple[int, ...] = ()  # layers of a mixture that have one MLP of intermediate_size instead
     dtype: str = "bfloat16"  # the checkpoint's own: what `--dtype auto` means
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:

@@ -78,6 +78,9 @@ class TorchForward:
             page_size=options.page_size,
             num_pages=pool.num_pages,
             dtype=dtype,
+            scale=config.attention_scale or config.head_dim**-0.5,
+            logits_soft_cap=config.attention_soft_cap,
+            alibi=config.alibi,
         )
         ops: Ops
         attention: AttentionBackend

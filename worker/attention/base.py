@@ -21,6 +21,9 @@ class AttentionShape:
     page_size: int
     num_pages: int
     dtype: "torch.dtype"  # of K, V and activations
+    scale: float  # of q·k, usually 1/√head_dim
+    logits_soft_cap: float = 0.0  # c > 0: scaled scores s become c·tanh(s/c) before the mask (Gemma 2); 0 = off
+    alibi: bool = False  # slope(head) × (key position - query position) is added to scores (Press et al. 2022)
 
 
 class AttentionBackend(Protocol):
@@ -30,7 +33,7 @@ class AttentionBackend(Protocol):
         """Take in the step's rows. Nothing of an earlier step is kept."""
 
     def run(self, layer: int, q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor") -> "torch.Tensor":
-        """Write K and V of the step's T tokens into their pages, then attend causally, scaled by 1/√head_dim.
+        """Write K and V of the step's T tokens into their pages, then attend causally, with scores as the shape says.
 
         q [N, heads, d], k and v [N, kv_heads, d], already rotated, in the backend's dtype; N ≥ T, rows from
         T on are padding. Returns [N, heads × d] in the same dtype; padding rows are zero.
