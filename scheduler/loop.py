@@ -1,5 +1,6 @@
 """The scheduler's process: its inbox's messages into `Scheduler`, plans and messages out of it."""
 
+import gc
 import time
 from collections import deque
 
@@ -11,16 +12,25 @@ from proto.messages import Message, StageInfo, StepPlan, StepResult, WorkerFacts
 from scheduler.core import Scheduler
 
 _SMOOTHING = 1 / 64
+_GC_THRESHOLD = 100_000
 
 
 class WorkerLostError(RuntimeError):
     """The worker that this scheduler planned for is gone, and its pages with it."""
 
 
+def tame_gc() -> None:
+    """Nothing here makes reference cycles: let the collector look seldom, and never at what was imported."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD)
+
+
 class SchedulerLoop:
     """Implements `engine.runtime.stage.Handler`. The scheduler is built when its worker has told its facts."""
 
     def __init__(self, stage: Stage) -> None:
+        tame_gc()
         options = stage.options
         assert isinstance(options, SchedulerOptions)
         self._stage = stage

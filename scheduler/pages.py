@@ -53,18 +53,23 @@ class PagePool:
         self.idle -= int(np.count_nonzero(users == 0))
         self.users[pages] = users + 1
 
-    def release(self, pages: I32Array) -> list[int]:
-        """One user less for each page; a page may come more than once, from several rows.
+    def release(self, pages: I32Array, distinct: bool) -> list[int]:
+        """One user less for each page; unless `distinct`, a page may come more than once, from several rows.
 
         Returns the distinct pages that nobody uses any more; the caller says which of them are idle and which
         free. Raises PageError when a page had no user left to give up.
         """
-        np.subtract.at(self.users, pages, 1)
-        left = self.users[pages]
+        if distinct:
+            left = self.users[pages] - 1
+            self.users[pages] = left
+        else:
+            np.subtract.at(self.users, pages, 1)
+            left = self.users[pages]
         if left.size and left.min() < 0:
             raise PageError(f"pages {pages[left < 0].tolist()} released twice")
+        unused: list[int] = pages[left == 0].tolist()
         # A page that comes several times is unused each time.
-        return list(dict.fromkeys(pages[left == 0].tolist()))
+        return unused if distinct else list(dict.fromkeys(unused))
 
     def push(self, pages: list[int]) -> None:
         """These unused pages become free."""

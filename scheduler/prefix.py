@@ -144,9 +144,9 @@ class PrefixTree:
             self._evict(max(short, min(pool.idle, self._eviction_batch)))
         return pool.take(count)
 
-    def release(self, pages: I32Array) -> None:
-        """Rows or pins give up pages: cached ones become idle, others free."""
-        unused = self.pool.release(pages)
+    def release(self, pages: I32Array, distinct: bool = True) -> None:
+        """Rows or pins give up pages: cached ones become idle, others free. See `PagePool.release`."""
+        unused = self.pool.release(pages, distinct)
         self._clock = clock = self._clock + 1
         last_use, children, keys = self._last_use, self._children, self._keys
         free: list[int] = []

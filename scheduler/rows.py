@@ -159,8 +159,9 @@ class Rows:
         """
         known = self.known[slots]
         before = known - 1
-        page_number, offset = np.divmod(before, self.page_size)
-        self._generated[self.pages[slots, page_number] * self.page_size + offset] = self.last_id[slots]
+        number = before // self.page_size
+        # page × size + before % size, without the slow remainder
+        self._generated[(self.pages[slots, number] - number) * self.page_size + before] = self.last_id[slots]
         self.last_id[slots] = ids
         self.known[slots] = known + 1
         return known

@@ -86,7 +86,9 @@ class Running:
         self._decoding[slots] = False
         self._view = None
         self._released += slots
-        self.tree.release(rows.leave(slots))
+        # A page that two of them hold was a hit of one of them at least.
+        distinct = len(requests) == 1 or not any(request.hit_pages for request in requests)
+        self.tree.release(rows.leave(slots), distinct)
 
     def _keep(self, request: Request, end: int) -> None:
         if end > len(request.path.pages):

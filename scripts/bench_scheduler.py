@@ -28,6 +28,7 @@ import numpy as np
 from proto.config import SchedulerOptions
 from proto.messages import Admit, Message, Sampling, StepResult, WorkClass, WorkerFacts, column
 from scheduler.core import Scheduler
+from scheduler.loop import tame_gc
 
 PAGE_SIZE = 16
 MAX_MODEL_LEN = 8192
@@ -257,6 +258,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="measured steps for each configuration")
     parser.add_argument("--peer", choices=["vllm"], help="a scheduler to run over the same trace")
     arguments = parser.parse_args()
+    tame_gc()  # as in the process
     load = os.getloadavg()[0]
     print(
         f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}, {os.cpu_count()} CPUs, "

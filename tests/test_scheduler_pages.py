@@ -35,17 +35,17 @@ def test_a_pool_gives_each_page_once_and_takes_it_back_once() -> None:
     assert sorted([*first.tolist(), *second.tolist()]) == list(range(8))
     with pytest.raises(PageError, match="1 pages wanted, 0 free"):
         pool.take(1)
-    pool.push(pool.release(first))
+    pool.push(pool.release(first, distinct=True))
     assert pool.free == 3
     with pytest.raises(PageError, match="released twice"):
-        pool.release(first[:1])
+        pool.release(first[:1], distinct=True)
 
 
 def test_rows_that_share_a_page_release_it_together() -> None:
     pool = PagePool(4, PAGE)
     page = pool.take(1)
     pool.retain(page)
-    assert pool.release(np.concatenate([page, page])) == page.tolist()
+    assert pool.release(np.concatenate([page, page]), distinct=False) == page.tolist()
 
 
 def test_a_match_takes_whole_pages_and_stops_at_the_first_difference() -> None:
