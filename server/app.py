@@ -29,6 +29,9 @@ _WARM_UP_PAUSE = 1.0
 # Gateways ping every 10 s and up, idle ones too; the rest is room for clocks that differ.
 _LEAST_PING_MS = 9_000
 _KEEPALIVE_MS = 30_000
+# Calls that have come and wait for this process's loop. Beyond 1000, grpc's default, it drops some at random, with
+# CANCELLED; the edge refuses in order, with RESOURCE_EXHAUSTED.
+_MAX_PENDING_CALLS = 1 << 20
 # Among server processes that share a port, so that long-lived connections spread over all of them.
 _MAX_CONNECTION_AGE_MS = 30 * 60 * 1000
 
@@ -81,6 +84,8 @@ def channel_arguments(options: ServerOptions) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", int(options.reuse_port)),
         ("grpc.max_receive_message_length", options.max_message_bytes),
         ("grpc.max_send_message_length", options.max_message_bytes),
+        ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING_CALLS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", _LEAST_PING_MS),
         ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
