@@ -15,7 +15,6 @@ echo "$@" >> "$FAKE_LOG"
 case "$*" in
     "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
     *"version_info"*) [[ $FAKE_OLD != yes ]] ;;
-    *"import torch"*) true ;;
     --version) echo "Python 3.9.2" ;;
     "-m pip install"*) echo "pip says why"; [[ $FAKE_PIP_FAILS != yes ]] ;;
 esac
