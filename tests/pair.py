@@ -98,6 +98,7 @@ class Pair:
         self.scheduler = Scheduler(options, facts, epoch)
         self.stories: dict[int, Story] = {}
         self.steps = 0
+        self.deepest = 0  # most results that were awaited at once
         self._runner = runner
         self._keep_logits = keep_logits
         self._flight: deque[StepResult] = deque()
@@ -153,7 +154,11 @@ class Pair:
 
     def step(self) -> bool:
         """Fill the pipeline, then deliver the oldest result; False when there was nothing to do."""
-        while (plan := self.scheduler.plan(self._now)) is not None:
+        while (due := self.scheduler.plan_due()) is not None:
+            self._now = max(self._now, due)
+            plan = self.scheduler.plan(self._now)
+            if plan is None:
+                break
             self._run(plan)
         if self._flight:
             self._now += STEP_NS
@@ -190,6 +195,7 @@ class Pair:
         result = self._runner.step(plan)
         assert isinstance(result, StepResult), result
         self._flight.append(result)
+        self.deepest = max(self.deepest, len(self._flight))
 
     def _find(self, ids: list[int], sampling: Sampling) -> int:
         """Which request an AdmitRow, which names none, is of: its ids are that one's prompt and tokens so far.

@@ -132,6 +132,7 @@ def test_logits_are_bitwise_those_of_the_request_alone(dtype: str, variant: str)
     stories = submit_all(pair)
     pair.run()
     counters = pair.scheduler.counters()
+    assert pair.deepest == VARIANTS[variant]["depth"]
     assert counters["preemptions"] >= (3 if "preempted" in variant else 1 if "tiny" in variant else 0)
     assert_same(stories, alone(dtype))
     if "prefix" in variant:

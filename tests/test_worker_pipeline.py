@@ -69,11 +69,16 @@ def play(depth: int) -> SimulatedDevice:
         )
     flight: deque[Completion] = deque()
     while True:
-        while (plan := scheduler.plan(clock.now)) is not None:
-            clock.now += HOST_NS
-            completion = device.launch(plan)
-            assert completion is not None
-            flight.append(completion)
+        due = scheduler.plan_due()
+        if due is not None and (not flight or due < flight[0].due):
+            clock.now = max(clock.now, due)
+            plan = scheduler.plan(clock.now)
+            if plan is not None:
+                clock.now += HOST_NS
+                completion = device.launch(plan)
+                assert completion is not None
+                flight.append(completion)
+                continue
         if not flight:
             return device
         done = flight.popleft()

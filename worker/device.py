@@ -7,7 +7,7 @@ from proto.messages import Desync, StepPlan, StepResult
 
 
 class DeviceError(ValueError):
-    """The device that was asked for cannot be had. The text names the flag and what is possible."""
+    """The device or model that was asked for cannot be had. The text names the flag or file at fault."""
 
 
 @dataclass(frozen=True, slots=True)

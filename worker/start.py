@@ -1,0 +1,55 @@
+"""From options to a device that runs plans. A simulated one starts without torch."""
+
+import logging
+from typing import NoReturn
+
+from engine.runtime.stage import Stage
+from proto.config import WorkerOptions
+from worker.device import Device, DeviceError
+from worker.loop import WorkerLoop, facts_of
+
+log = logging.getLogger(__name__)
+
+# Exit codes beside those of `Stage.run`: what was asked for cannot be had, and a bug.
+_CANNOT, _BUG = 2, 4
+
+
+def play(stage: Stage) -> NoReturn:
+    """Load, tell the facts, and run plans until told to stop."""
+    options = stage.options
+    assert isinstance(options, WorkerOptions)
+    try:
+        device = _simulate(options) if options.device.startswith("sim:") else _load(stage, options)
+    except DeviceError as error:
+        log.critical("%s", error)
+        stage.exit(_CANNOT)
+    except Exception:
+        log.critical("this stage dies of a bug while it loads", exc_info=True)
+        stage.exit(_BUG)
+    loop = WorkerLoop(stage, device)
+    stage.ready(facts_of(device, options))
+    stage.run(loop)
+
+
+def _simulate(options: WorkerOptions) -> Device:
+    from worker.simulated import SimulatedDevice
+
+    return SimulatedDevice(options)
+
+
+def _load(stage: Stage, options: WorkerOptions) -> Device:
+    """Weights into memory. Raises DeviceError, which names the file or the option that is at fault."""
+    from worker.law import LawError
+    from worker.loader import LoadError
+    from worker.runner import Runner
+    from worker.torch_forward import TorchForward
+
+    def progress(text: str, done: int = 0, total: int = 0) -> None:
+        stage.progress(text, done, total)
+        if stage.stopping:  # a SIGTERM came meanwhile
+            stage.exit(0)
+
+    try:
+        return Runner(TorchForward.load(options, progress), options)
+    except (LoadError, LawError) as error:
+        raise DeviceError(str(error)) from error
