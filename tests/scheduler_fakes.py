@@ -181,6 +181,7 @@ class FakeWorker:
         self.epoch = -1
         self.max_chunk_tokens = 0
         self.failing: set[int] = set()  # seeds whose logits are not finite
+        self.masks = True  # stop ids, before a row's minimum length
         self._holders = np.zeros(facts.num_pages, np.int32)
         self._older_holders = self._holders.copy()
         self._content = np.zeros((facts.num_pages, facts.page_size), np.int64)
@@ -279,7 +280,9 @@ class FakeWorker:
     def _sample(self, state: FakeSlot) -> int:
         assert state.length == len(state.ids), "samples before all known ids are computed"
         position = len(state.ids)
-        token = token_at(state.seed, position, self.facts.vocab_size, state.stop_ids, state.min_len)
+        token = token_at(
+            state.seed, position, self.facts.vocab_size, state.stop_ids, state.min_len if self.masks else 0
+        )
         state.ids.append(token)
         self._digest(state, position)
         return token

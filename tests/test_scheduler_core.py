@@ -106,6 +106,17 @@ def test_stops_do_not_count_before_min_new_tokens() -> None:
     assert got.finish is Finish.STOP
 
 
+def test_a_stop_that_comes_before_the_minimum_ends_nothing() -> None:
+    ring = ring_of()
+    ring.worker.masks = False
+    rid = rid_of(1)
+    first, last = (token_at(rid, 3 + n, VOCAB, set(), 0) for n in (2, 8))
+    ring.send(make_admit(rid, [1, 2, 3], 30, min_new=8, stop_ids=[first, last]))
+    ring.drain()
+    got = ring.received[rid, 1]
+    assert (len(got.ids), got.matched) == (9, last)
+
+
 def test_no_new_tokens_means_prefill_and_an_end_without_tokens() -> None:
     ring = ring_of()
     ring.send(make_admit(rid_of(1), list(range(100)), 0))
@@ -246,6 +257,25 @@ def test_a_pool_too_small_preempts_by_itself_and_changes_no_token(depth: int) ->
     for admit in admits:
         assert ring.received[admit.rid, 1].ids == expected_output(admit, VOCAB)[0]
     assert counters["preempted_tokens"] > 0
+
+
+def test_a_victim_has_gained_something_since_it_was_placed() -> None:
+    """Otherwise two rows could take each other's pages for ever."""
+    ring = ring_of()
+    ring.send(make_admit(rid_of(1), [1, 2, 3], 30))
+    running = ring.scheduler._running
+    for _ in range(3):
+        while ring.plan():
+            pass
+        assert not running.preemptible()
+        assert running.victim() is None
+        ring.result()
+        assert [request.rid for request in running.preemptible()] == [rid_of(1)]
+        ring.scheduler._lifecycle.preempt(running.preemptible()[0])
+        while ring.result():
+            pass
+    ring.drain()
+    assert len(ring.received[rid_of(1), 1].ids) == 30
 
 
 def test_thrashing_throttles_admission_and_shows() -> None:
