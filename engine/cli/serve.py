@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.config import ServeConfig
 
-_SIMULATED = re.compile(r"sim:[a-z0-9]+(?::.*)?")
+_SIMULATED = re.compile(r"sim:[a-z0-9]+(?:,.*)?")
 _DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32", "float": "float32"}
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _STAGES = "server, tokenizer, scheduler, worker, detokenizer"
