@@ -1,5 +1,10 @@
 """Fixtures that several parts' tests share."""
 
+import os
+
+# As workers do, before anything loads torch: OpenMP that spins for milliseconds starves whatever shares the cores.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
 import pytest
 
 from engine.models import prepare

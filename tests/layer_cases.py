@@ -29,7 +29,7 @@ def worker_options(manifest: ModelManifest, **changes: Any) -> WorkerOptions:
         "max_model_len": None,
         "max_num_seqs": 32,
         "max_num_batched_tokens": 512,
-        "threads": 2,
+        "threads": 1,  # tiny models gain nothing from a second one
     }
     return WorkerOptions(**(values | changes))
 
@@ -57,7 +57,10 @@ class Player:
         for sequence, (ids, start) in rows.items():
             positions = np.arange(start, start + len(ids))
             slots.append(self.pages[sequence][positions // size] * size + positions % size)
-        changes = {"kv_indices": np.concatenate(kv_indices), "kv_slots": np.concatenate(slots).astype(np.int32)}
+        changes: dict[str, Any] = {
+            "kv_indices": np.concatenate(kv_indices),
+            "kv_slots": np.concatenate(slots).astype(np.int32),
+        }
         if every_token:
             changes["logit_tokens"] = np.arange(len(batch.token_ids), dtype=np.int32)
         return self.forward.forward(replace(batch, **changes))

@@ -1,14 +1,15 @@
 """Every family and RoPE type against transformers in float32."""
 
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from engine.models import prepare
 from tests.layer_cases import Player, load, prompt
 from tests.tiny_models import FAMILIES, ROPES, make_tiny, reference_model
+from worker.batch import I32Array
 
 TOLERANCE = 1e-4
 
@@ -25,12 +26,13 @@ CASES = [
 
 
 @torch.no_grad()
-def reference_logits(directory: Path, ids: np.ndarray, at_once: bool = True) -> torch.Tensor:
+def reference_logits(directory: Path, ids: I32Array, at_once: bool = True) -> torch.Tensor:
     """[len(ids), vocab] of transformers, fed at once or one token at a time."""
     model = reference_model(directory)
     tokens = torch.from_numpy(ids).long()[None]
     if at_once:
-        return model(tokens).logits[0]
+        at_end: torch.Tensor = model(tokens).logits[0]
+        return at_end
     cache, logits = None, []
     for i in range(len(ids)):
         out = model(tokens[:, i : i + 1], past_key_values=cache, use_cache=True)
@@ -40,7 +42,7 @@ def reference_logits(directory: Path, ids: np.ndarray, at_once: bool = True) -> 
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(str(v) for v in case.values()))
-def test_logits_equal_transformers(case: dict, tmp_path: Path) -> None:
+def test_logits_equal_transformers(case: dict[str, Any], tmp_path: Path) -> None:
     """Whole prompts in one step, chunks beside other rows, then decode steps, on cpu and reference."""
     directory = make_tiny(tmp_path, **case)
     prompts = [prompt(n, 320, seed=n) for n in (150, 67, 9)]

@@ -58,7 +58,7 @@ def test_dynamic_equals_transformers_at_the_newest_position(position: int) -> No
 
 def test_tables_do_not_depend_on_their_length() -> None:
     for kind in ("default", "dynamic", "llama3", "yarn"):
-        config = RopeConfig(type=kind, factor=4.0, original_max_position=64)  # type: ignore[arg-type]
+        config = RopeConfig(type=kind, factor=4.0, original_max_position=64)
         short, long = tables(config, 24, 77)[0], tables(config, 24, 1001)[0]
         assert torch.equal(short, long[:77])
 

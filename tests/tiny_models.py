@@ -95,7 +95,8 @@ def make_tiny(
 
 def reference_model(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     """transformers' own model of the directory, with plain attention."""
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    return model.eval()
 
 
 def edit_config(directory: Path, **changes: Any) -> None:

@@ -11,6 +11,7 @@ import numba
 import torch
 
 from proto.config import WorkerOptions
+from proto.model import ModelManifest
 from worker.attention.base import AttentionBackend, AttentionShape
 from worker.attention.cpu import CpuAttention
 from worker.attention.pool import PoolSize, size_pool
@@ -24,7 +25,7 @@ from worker.layers.reference_ops import ReferenceOps
 from worker.loader.errors import LoadError
 from worker.loader.load import fill_dummy, load_checkpoint
 from worker.models import FAMILIES
-from worker.models.llama import Llama, gemm_shapes
+from worker.models.base import Model
 
 Progress = Callable[[str, int, int], None]
 
@@ -37,7 +38,7 @@ class TorchForward:
     def __init__(
         self,
         options: WorkerOptions,
-        model: Llama,
+        model: Model,
         attention: AttentionBackend,
         ops: Ops,
         pool: PoolSize,
@@ -65,6 +66,7 @@ class TorchForward:
         if options.device not in DEVICES:
             raise LoadError(f"device {options.device!r} is not one of {', '.join(DEVICES)}")
         config = options.manifest.config
+        family = _family(options.manifest)
         dtype = resolve_dtype(options.dtype, config.dtype)
         threads = min(options.threads or len(os.sched_getaffinity(0)), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
         torch.set_num_threads(threads)
@@ -88,11 +90,10 @@ class TorchForward:
             ops, attention = ReferenceOps(), ReferenceAttention(shape)
         else:
             progress("checking matrix products", 0, 0)
-            ops = CpuOps(
-                find_rule(gemm_shapes(config, dtype, options.max_num_batched_tokens, options.max_num_seqs)), threads
-            )
+            shapes = family.gemm_shapes(config, dtype, options.max_num_batched_tokens, options.max_num_seqs)
+            ops = CpuOps(find_rule(shapes), threads)
             attention = CpuAttention(shape, threads)
-        model = _model(options, ops, dtype, pool.max_model_len, progress)
+        model = _model(options, family, ops, dtype, pool.max_model_len, progress)
         forward = cls(options, model, attention, ops, pool, dtype)
         progress("compiling kernels and checking that outputs do not depend on the batch", 0, 0)
         check_law(forward)
@@ -126,11 +127,16 @@ def resolve_dtype(wanted: str, checkpoint: str) -> torch.dtype:
     raise LoadError(f"dtype {wanted!r} is not supported on this device; use auto, bfloat16 or float32")
 
 
-def _model(options: WorkerOptions, ops: Ops, dtype: torch.dtype, max_position: int, progress: Progress) -> Llama:
-    manifest = options.manifest
-    family = FAMILIES.get(manifest.config.family)
-    if family is None:
+def _family(manifest: ModelManifest) -> type[Model]:
+    if manifest.config.family not in FAMILIES:
         raise LoadError(f"{manifest.source}: family {manifest.config.family!r} is not one of {', '.join(FAMILIES)}")
+    return FAMILIES[manifest.config.family]
+
+
+def _model(
+    options: WorkerOptions, family: type[Model], ops: Ops, dtype: torch.dtype, max_position: int, progress: Progress
+) -> Model:
+    manifest = options.manifest
     try:
         model = family(manifest.config, ops, dtype=dtype, max_position=max_position)
     except ValueError as error:

@@ -6,9 +6,11 @@ import numpy.typing as npt
 import torch
 
 from worker.attention import kernels
+from worker.attention.alibi import alibi_slopes
 from worker.attention.base import AttentionShape
 from worker.batch import I32Array, StepBatch
 from worker.layers.cpu_ops import bits
+from worker.loader.errors import LoadError
 
 TILE = 8  # tokens of one row that share a load of K and V
 PARALLEL_BLOCKS = 32  # fewer KV blocks are done before a second thread has woken up
@@ -18,6 +20,9 @@ class CpuAttention:
     """Paged attention for decode and prefill rows alike, in one kernel."""
 
     def __init__(self, shape: AttentionShape, threads: int) -> None:
+        """Allocate the pages. Raises LoadError for a head size that the kernels do not take."""
+        if shape.head_dim % 4:
+            raise LoadError(f"head_dim {shape.head_dim} is not a multiple of 4, as device cpu needs it")
         self.shape = shape
         self.threads = threads
         pages = (shape.num_layers, shape.num_pages, shape.num_kv_heads)
@@ -25,7 +30,9 @@ class CpuAttention:
         # Not touched before use: the operating system gives the memory when pages are written.
         self.keys = bits(torch.empty(*pages, tiles, shape.head_dim, kernels.LANES, dtype=shape.dtype))
         self.values = bits(torch.empty(*pages, shape.page_size, shape.head_dim, dtype=shape.dtype))
-        self._scale = np.float32(shape.head_dim**-0.5)
+        self._scale = np.float32(shape.scale)
+        self._soft_cap = np.float32(shape.logits_soft_cap)
+        self._slopes = alibi_slopes(shape.num_heads) if shape.alibi else np.empty(0, np.float32)
 
     def plan(self, batch: StepBatch) -> None:
         self._batch = batch
@@ -50,6 +57,8 @@ class CpuAttention:
             batch.kv_indices,
             window,
             self._scale,
+            self._soft_cap,
+            self._slopes,
             bits(out),
         )
         return out

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from worker.layers.jit import ZERO, exp, fma, helper, kernel, narrow, widen
+from worker.layers.jit import ZERO, exp, fma, helper, kernel, narrow, tanh, widen
 
 BLOCK = 64  # absolute positions a block
 LANES = 16  # keys of a tile, and partial sums of the softmax denominator
@@ -83,6 +83,20 @@ def _scores(q: Any, k: Any, scores: Any) -> None:
 
 
 @helper
+def _cap(scores: Any, cap: Any) -> None:
+    """scores[BLOCK] = cap × tanh(scores / cap)."""
+    for j in range(BLOCK):
+        scores[j] = cap * tanh(scores[j] / cap)
+
+
+@helper
+def _add_distances(scores: Any, slope: Any, distance: Any) -> None:
+    """Add slope × distance to scores[BLOCK], whose first key lies `distance` ≤ 0 before the query."""
+    for j in range(BLOCK):
+        scores[j] += slope * np.float32(distance + j)
+
+
+@helper
 def _softmax(scores: Any, low: Any, high: Any, largest: Any, lanes: Any) -> Any:
     """Turn scores [BLOCK] into weights, those outside low..high into 0, relative to the new running maximum.
 
@@ -127,9 +141,13 @@ def attend(
     indices: Any,
     window: Any,
     scale: Any,
+    soft_cap: Any,
+    slopes: Any,
     out: Any,
 ) -> None:
     """out[n, heads × d] = softmax(q Kᵀ × scale) V for q [n, heads, d].
+
+    Scores are capped by `soft_cap` if not 0, and biased by distance if there are slopes [heads] (ALiBi).
 
     items [i, 4] int32: row, first token, count of tokens, kv head. positions [T]; row r's pages are
     indices[indptr[r] : indptr[r + 1]]. A token sees positions up to its own, the last `window` of them if not 0.
@@ -160,6 +178,10 @@ def attend(
                 low = max(position - window + 1 - start, 0) if window > 0 else 0
                 high = min(position + 1 - start, BLOCK)
                 if low < high:
+                    if soft_cap > ZERO:
+                        _cap(scores[n], soft_cap)
+                    if slopes.shape[0] > 0:
+                        _add_distances(scores[n], slopes[head * group + n % group], start - position)
                     largest[n], factor = _softmax(scores[n], low, high, largest[n], lanes[n])
                     _add_values(scores[n], v, factor, total[n])
         for n in range(size):

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from worker.attention.alibi import alibi_slopes
 from worker.attention.base import AttentionShape
 from worker.batch import StepBatch
 
@@ -19,6 +20,7 @@ class ReferenceAttention:
         size = (shape.num_layers, shape.num_pages * shape.page_size, shape.num_kv_heads, shape.head_dim)
         self.keys = torch.zeros(size, dtype=shape.dtype)  # [layer, slot, kv head, d]
         self.values = torch.zeros(size, dtype=shape.dtype)
+        self._slopes = torch.from_numpy(alibi_slopes(shape.num_heads))
 
     def plan(self, batch: StepBatch) -> None:
         self._slots = torch.from_numpy(batch.kv_slots.astype(np.int64))  # [T]
@@ -41,10 +43,16 @@ class ReferenceAttention:
         return out
 
     def _attend(self, q: torch.Tensor, layer: int, context: torch.Tensor) -> torch.Tensor:
-        """softmax(q Kᵀ / √d) V, q [heads, d] over the C slots of `context`; [heads, d] float32."""
-        group = self.shape.num_heads // self.shape.num_kv_heads
+        """softmax(q Kᵀ × scale) V, q [heads, d] over the C slots of `context`; [heads, d] float32."""
+        shape = self.shape
+        group = shape.num_heads // shape.num_kv_heads
         k = self.keys[layer, context].float().repeat_interleave(group, dim=1)  # [C, heads, d]
         v = self.values[layer, context].float().repeat_interleave(group, dim=1)
-        scores = (q.float() * k).sum(-1) * self.shape.head_dim**-0.5  # [C, heads]
+        scores = (q.float() * k).sum(-1) * shape.scale  # [C, heads]
+        if shape.logits_soft_cap:
+            scores = shape.logits_soft_cap * torch.tanh(scores / shape.logits_soft_cap)
+        if shape.alibi:
+            distance = torch.arange(1 - len(context), 1).unsqueeze(1)  # key position - query position
+            scores = scores + distance * self._slopes
         weights = torch.softmax(scores, dim=0)
         return (weights.unsqueeze(-1) * v).sum(0)

@@ -48,6 +48,36 @@ class CpuOps:
         kernels.silu_mul(bits(gate_up), bits(out))
         return out
 
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        self._share(gate_up)
+        kernels.gelu_mul(bits(gate_up), bits(out))
+        return out
+
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._share(x)
+        kernels.gelu(bits(x), bits(out))
+        return out
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._share(x)
+        kernels.layer_norm(bits(x), bits(weight), bits(bias), np.float32(eps), bits(out))
+        return out
+
+    def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._share(x)
+        kernels.soft_cap(bits(x), np.float32(cap), bits(out))
+        return out
+
+    def route(self, logits: torch.Tensor, count: int, renormalise: bool) -> torch.Tensor:
+        out = torch.zeros(logits.shape)
+        self._share(logits)
+        kernels.route(bits(logits), count, renormalise, bits(out))
+        return out
+
     def _share(self, x: torch.Tensor) -> None:
         """Choose how many threads the next kernel runs on; its result does not depend on it."""
         numba.set_num_threads(self.threads if x.numel() >= PARALLEL_ELEMENTS else 1)

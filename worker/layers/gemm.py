@@ -70,7 +70,7 @@ def find_rule(shapes: list[GemmShape]) -> GemmRule:
 
 def _verified_rows(shapes: list[GemmShape], onednn: bool, multiple: int, limit: int) -> dict[Shape, int]:
     """Up to how many rows (≤ limit) each shape agrees with calls of `multiple` rows; {} when one does not."""
-    most = {}
+    most: dict[Shape, int] = {}
     for shape in shapes:
         try:
             rows = _agreeing_rows(shape, onednn, multiple, max(min(shape.rows, limit), multiple))
@@ -78,7 +78,8 @@ def _verified_rows(shapes: list[GemmShape], onednn: bool, multiple: int, limit: 
             return {}  # this build of torch has no such kernel
         if not rows:
             return {}
-        most[shape.out_features, shape.in_features] = rows
+        key = shape.out_features, shape.in_features  # of one size in two dtypes the stricter counts for both
+        most[key] = min(rows, most.get(key, rows))
     return most
 
 

@@ -32,13 +32,23 @@ EXP_4 = np.float32(4.1665795894e-2)
 EXP_5 = np.float32(8.3334519073e-3)
 EXP_6 = np.float32(1.3981999507e-3)
 EXP_7 = np.float32(1.9875691500e-4)
+TANH_SMALL = np.float32(0.625)
+TANH_3 = np.float32(-3.33332819422e-1)
+TANH_5 = np.float32(1.33314422036e-1)
+TANH_7 = np.float32(-5.37397155531e-2)
+TANH_9 = np.float32(2.06390887954e-2)
+TANH_11 = np.float32(-5.70498872745e-3)
 ONE = np.float32(1.0)
+TWO = np.float32(2.0)
 ZERO = np.float32(0.0)
 
 
 def kernel(function: KernelT) -> KernelT:
     """Compile a parallel kernel without the GIL; machine code is cached beside the file or in the user cache."""
-    compiled: Any = numba.njit(parallel=True, nogil=True, cache=True)(function)
+    try:
+        compiled: Any = numba.njit(parallel=True, nogil=True, cache=True)(function)
+    except RuntimeError:  # no folder for the cache can be written: compile at each start
+        compiled = numba.njit(parallel=True, nogil=True)(function)
     return cast(KernelT, compiled)
 
 
@@ -107,7 +117,7 @@ def narrow(value: Any, like: Any) -> Any:
     raise NotImplementedError("compiled code only")
 
 
-@overload(narrow, inline="always")
+@overload(narrow)
 def _narrow(value: Any, like: Any) -> Any:
     def bfloat16(value: Any, like: Any) -> Any:
         bits = bits_of_float(value)
@@ -131,3 +141,11 @@ def exp(x: Any) -> Any:
     r = fma(n, -LN_2_LOW, fma(n, -LN_2_HIGH, x))
     p = fma(fma(fma(fma(fma(EXP_7, r, EXP_6), r, EXP_5), r, EXP_4), r, EXP_3), r, EXP_2)
     return fma(p, r * r, r + ONE) * float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+
+
+@inlined
+def tanh(x: Any) -> Any:
+    """tanh of a float32 within 2 ulp or so; NaN stays NaN. Polynomial of Cephes' tanhf (Moshier)."""
+    z = x * x
+    p = fma(fma(fma(fma(TANH_11, z, TANH_9), z, TANH_7), z, TANH_5), z, TANH_3)
+    return fma(p * z, x, x) if abs(x) < TANH_SMALL else ONE - TWO / (exp(x + x) + ONE)

@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from worker.layers.jit import ONE, ZERO, exp, fma, kernel, narrow, widen
+from worker.layers.jit import ONE, ZERO, exp, fma, inlined, kernel, narrow, tanh, widen
 
 LANES = 16  # partial sums of a reduction, fixed so that its order is
+GELU_1 = np.float32(2 * 0.7978845608028654)  # 2 √(2/π)
+GELU_3 = np.float32(2 * 0.7978845608028654 * 0.044715)
+MINUS_INFINITY = np.float32(-np.inf)
 
 
 @kernel
@@ -62,3 +65,90 @@ def silu_mul(gate_up: Any, out: Any) -> None:
         for i in range(size):
             gate = widen(gate_up[row, i])
             out[row, i] = narrow(gate / (ONE + exp(-gate)) * widen(gate_up[row, size + i]), out)
+
+
+@inlined
+def _gelu(x: Any) -> Any:
+    """x/2 × (1 + tanh u) = x / (1 + e^-2u), u = √(2/π) (x + 0.044715 x³)."""
+    return x / (ONE + exp(-x * fma(GELU_3, x * x, GELU_1)))
+
+
+@kernel
+def gelu_mul(gate_up: Any, out: Any) -> None:
+    """out[n, i] = gelu(gate) × up, with gate_up [n, 2i] = gate | up."""
+    rows, size = out.shape
+    for row in prange(rows):
+        for i in range(size):
+            out[row, i] = narrow(_gelu(widen(gate_up[row, i])) * widen(gate_up[row, size + i]), out)
+
+
+@kernel
+def gelu(x: Any, out: Any) -> None:
+    """out[n, i] = gelu(x[n, i])."""
+    rows, size = out.shape
+    for row in prange(rows):
+        for i in range(size):
+            out[row, i] = narrow(_gelu(widen(x[row, i])), out)
+
+
+@kernel
+def soft_cap(x: Any, cap: Any, out: Any) -> None:
+    """out[n, i] = cap × tanh(x[n, i] / cap)."""
+    rows, size = out.shape
+    for row in prange(rows):
+        for i in range(size):
+            out[row, i] = narrow(cap * tanh(widen(x[row, i]) / cap), out)
+
+
+@kernel
+def layer_norm(x: Any, weight: Any, bias: Any, eps: Any, out: Any) -> None:
+    """out[n, h] = (x - mean) / √(variance + eps) × weight[h] + bias[h], for each row of x[n, h]."""
+    rows, size = x.shape
+    for row in prange(rows):
+        partial = np.zeros(LANES, np.float32)
+        for i in range(size):
+            partial[i % LANES] += widen(x[row, i])
+        total = ZERO
+        for lane in range(LANES):
+            total += partial[lane]
+        mean = total / np.float32(size)
+        partial[:] = ZERO
+        for i in range(size):
+            distance = widen(x[row, i]) - mean
+            partial[i % LANES] = fma(distance, distance, partial[i % LANES])
+        total = ZERO
+        for lane in range(LANES):
+            total += partial[lane]
+        scale = ONE / np.sqrt(total / np.float32(size) + eps)
+        for i in range(size):
+            normal = (widen(x[row, i]) - mean) * scale
+            out[row, i] = narrow(fma(normal, widen(weight[i]), widen(bias[i])), out)
+
+
+@kernel
+def route(logits: Any, count: Any, renormalise: Any, out: Any) -> None:
+    """out[n, e] = softmax(logits[n, e]) of the row's `count` largest, of equals the first; 0 elsewhere.
+
+    With `renormalise` those sum to 1. out must be zero. A NaN makes its whole row NaN.
+    """
+    rows, experts = logits.shape
+    for row in prange(rows):
+        largest = MINUS_INFINITY
+        for e in range(experts):
+            largest = max(largest, logits[row, e])
+        total = ZERO
+        for e in range(experts):
+            total += exp(logits[row, e] - largest)
+        chosen = ZERO
+        for _ in range(count):
+            best = -1
+            for e in range(experts):
+                if out[row, e] == ZERO and (best < 0 or logits[row, e] > logits[row, best]):
+                    best = e
+            out[row, best] = exp(logits[row, best] - largest) / total
+            chosen += out[row, best]
+        for e in range(experts):
+            if total != total:
+                out[row, e] = total
+            elif renormalise:
+                out[row, e] /= chosen

@@ -28,3 +28,22 @@ class Ops(Protocol):
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) × up of [N, 2i] = gate | up → [N, i]."""
+
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gelu(gate) × up of [N, 2i] = gate | up → [N, i], as `gelu`."""
+
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        """x/2 × (1 + tanh(√(2/π) (x + 0.044715 x³))) of each element (Hendrycks & Gimpel 2016)."""
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        """(x - mean) / √(variance + eps) × weight + bias over the last dimension (Ba et al. 2016)."""
+
+    def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        """cap × tanh(x / cap) of each element."""
+
+    def route(self, logits: torch.Tensor, count: int, renormalise: bool) -> torch.Tensor:
+        """Weights of experts, [N, experts] float32, from a router's logits of that shape and dtype.
+
+        The `count` most probable of each row (of equals the first) get their softmax probability, made to sum to 1
+        if `renormalise`; the others get 0.
+        """

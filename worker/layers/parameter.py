@@ -11,3 +11,4 @@ class Parameter:
 
     name: str  # the model's own, like "layers.0.attention.q.weight"
     tensor: torch.Tensor  # destination, of the shape that the checkpoint must have
+    offset: float = 0.0  # added to what a Hugging Face checkpoint holds; GGUF files hold the sum

@@ -33,6 +33,32 @@ class ReferenceOps:
 
         return _by_row(activate, gate_up)
 
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        def activate(row: torch.Tensor) -> torch.Tensor:
+            gate, up = row.chunk(2, dim=-1)
+            return F.gelu(gate, approximate="tanh") * up
+
+        return _by_row(activate, gate_up)
+
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        return _by_row(lambda row: F.gelu(row, approximate="tanh"), x)
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        return _by_row(lambda row: F.layer_norm(row, row.shape, weight.float(), bias.float(), eps), x)
+
+    def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        return _by_row(lambda row: cap * torch.tanh(row / cap), x)
+
+    def route(self, logits: torch.Tensor, count: int, renormalise: bool) -> torch.Tensor:
+        def choose(row: torch.Tensor) -> torch.Tensor:
+            probabilities = row.softmax(-1)
+            chosen = row.sort(descending=True, stable=True).indices[:count]
+            kept = torch.zeros_like(row)
+            kept[chosen] = probabilities[chosen]
+            return kept / kept.sum() if renormalise else kept
+
+        return _by_row(choose, logits)
+
 
 def _by_row(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """`function` of each row [features] in float32, on aligned memory of its own; back in the dtype of x."""

@@ -10,7 +10,7 @@ from worker.loader.checkpoint import Checkpoint
 from worker.loader.errors import LoadError
 from worker.loader.gguf_checkpoint import GgufCheckpoint
 from worker.loader.safetensors_checkpoint import SafetensorsCheckpoint
-from worker.models.llama import GGUF_NAMES, HUGGING_FACE_NAMES
+from worker.models import FAMILIES
 
 Progress = Callable[[str, int, int], None]
 
@@ -22,11 +22,16 @@ LISTED = 20  # names of each kind in an error
 def load_checkpoint(manifest: ModelManifest, parameters: list[Parameter], progress: Progress) -> None:
     """Read the manifest's files into `parameters`, casting between float dtypes. Raises LoadError."""
     config = manifest.config
+    family = FAMILIES[config.family]
     if manifest.weight_format == "safetensors":
-        fill(SafetensorsCheckpoint(manifest.weight_files), HUGGING_FACE_NAMES, parameters, manifest, progress)
+        checkpoint: Checkpoint = SafetensorsCheckpoint(manifest.weight_files)
+        names = _with_root(family.hugging_face_names, family.hugging_face_roots, checkpoint)
+        fill(checkpoint, names, parameters, manifest, progress, ignored=family.hugging_face_ignored, offsets=True)
     elif manifest.weight_format == "gguf":
+        if not family.gguf_names:
+            raise LoadError(f"{manifest.source}: GGUF files of family {config.family} are not supported")
         checkpoint = GgufCheckpoint(manifest.weight_files, config.num_heads, config.num_kv_heads)
-        fill(checkpoint, GGUF_NAMES, parameters, manifest, progress)
+        fill(checkpoint, family.gguf_names, parameters, manifest, progress)
     else:
         raise LoadError(f"{manifest.source}: holds no weights; --load-format dummy makes random ones")
 
@@ -37,17 +42,38 @@ def fill(
     parameters: list[Parameter],
     manifest: ModelManifest,
     progress: Progress,
+    *,
+    ignored: tuple[str, ...] = (),
+    offsets: bool = False,
 ) -> None:
-    """Check all names, shapes and dtypes first, then read."""
+    """Check all names, shapes and dtypes first, then read.
+
+    Names that start as one of `ignored` are left out. `offsets`: the files leave off the parameters' offsets.
+    """
     sources = {parameter.name: _checkpoint_name(names, parameter.name) for parameter in parameters}
-    ignored = {name.format(layer) for name in IGNORED for layer in range(manifest.config.num_layers)}
+    passed_over = {name.format(layer) for name in IGNORED for layer in range(manifest.config.num_layers)}
+    passed_over.update(name for name in checkpoint.tensors if name.startswith(ignored))
     if manifest.config.tie_word_embeddings:
-        ignored.add(names["head.weight"])  # some files carry the tied head a second time
-    _check(checkpoint, sources, ignored, parameters, manifest)
+        passed_over.add(names["head.weight"])  # some files carry the tied head a second time
+    _check(checkpoint, sources, passed_over, parameters, manifest)
     for done, parameter in enumerate(parameters):
         progress("loading weights", done, len(parameters))
         parameter.tensor.copy_(checkpoint.read(sources[parameter.name]))
+        if offsets and parameter.offset:
+            parameter.tensor.add_(parameter.offset)
     progress("loading weights", len(parameters), len(parameters))
+
+
+def _with_root(names: dict[str, str], roots: tuple[tuple[str, str], ...], checkpoint: Checkpoint) -> dict[str, str]:
+    """`names` as they are, or with the root under which this checkpoint has its embedding."""
+    for usual, other in roots:
+        renamed = {
+            ours: other + theirs.removeprefix(usual) if theirs.startswith(usual) else theirs
+            for ours, theirs in names.items()
+        }
+        if renamed["embedding.weight"] in checkpoint.tensors:
+            return renamed
+    return names
 
 
 def _check(
@@ -78,18 +104,17 @@ def _check(
 
 
 def _checkpoint_name(names: dict[str, str], name: str) -> str:
-    """The checkpoint's spelling of one of our names, like "layers.3.mlp_norm.weight"."""
+    """The checkpoint's spelling of one of our names, like "layers.3.mlp.experts.12.up.weight"."""
     parts = name.split(".")
-    if parts[0] != "layers":
-        return names[name]
-    return names[".".join(["layers", "{}", *parts[2:]])].format(parts[1])
+    pattern = ".".join("{}" if part.isdecimal() else part for part in parts)
+    return names[pattern].format(*(part for part in parts if part.isdecimal()))
 
 
 def fill_dummy(parameters: list[Parameter], seed: int) -> None:
     """Random weights that keep activations in range: norms 1, the rest normal with deviation 0.02."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in parameters:
-        if "norm" in parameter.name:
+        if parameter.name.endswith("norm.weight"):
             parameter.tensor.fill_(1)
         else:
             parameter.tensor.normal_(0, 0.02, generator=generator)

@@ -8,144 +8,21 @@
 Shapes: N tokens (padded), H query heads, K key/value heads, D head size.
 """
 
+from typing import ClassVar
+
 import torch
 
 from proto.model import ModelConfig
 from worker.attention.base import AttentionBackend
 from worker.layers.embedding import Embedding, Head
+from worker.layers.experts import Mixture
 from worker.layers.gemm import GemmShape
 from worker.layers.linear import Linear
+from worker.layers.mlp import GatedMLP
 from worker.layers.norm import RMSNorm
 from worker.layers.ops import Ops
 from worker.layers.parameter import Parameter
 from worker.layers.rope import Rope
-
-
-class Attention:
-    """Grouped-query self-attention (Ainslie et al. 2023) with rotary positions."""
-
-    def __init__(self, config: ModelConfig, ops: Ops, layer: int, *, dtype: torch.dtype) -> None:
-        self.layer = layer
-        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        self.qkv = Linear(
-            ops, config.hidden_size, {"q": q_size, "k": kv_size, "v": kv_size}, bias=config.qkv_bias, dtype=dtype
-        )
-        self.o = Linear(ops, q_size, {"o": config.hidden_size}, bias=config.out_bias, dtype=dtype)
-        self.q_norm = RMSNorm(ops, self.head_dim, config.norm_eps, dtype=dtype) if config.qk_norm else None
-        self.k_norm = RMSNorm(ops, self.head_dim, config.norm_eps, dtype=dtype) if config.qk_norm else None
-
-    def parameters(self, prefix: str) -> list[Parameter]:
-        found = self.qkv.parameters(prefix) + self.o.parameters(prefix)
-        if self.q_norm is not None and self.k_norm is not None:
-            found += self.q_norm.parameters(f"{prefix}.q_norm") + self.k_norm.parameters(f"{prefix}.k_norm")
-        return found
-
-    def __call__(
-        self, x: torch.Tensor, positions: torch.Tensor, rope: Rope, attention: AttentionBackend
-    ) -> torch.Tensor:
-        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [N, H + 2K, D]
-        q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        rope(q, k, positions)
-        return self.o(attention.run(self.layer, q, k, v))
-
-
-class MLP:
-    """SwiGLU (Shazeer 2020): down(silu(gate(x)) × up(x))."""
-
-    def __init__(self, config: ModelConfig, ops: Ops, *, dtype: torch.dtype) -> None:
-        self.ops = ops
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up = Linear(ops, hidden, {"gate": inner, "up": inner}, bias=config.mlp_bias, dtype=dtype)
-        self.down = Linear(ops, inner, {"down": hidden}, bias=config.mlp_bias, dtype=dtype)
-
-    def parameters(self, prefix: str) -> list[Parameter]:
-        return self.gate_up.parameters(prefix) + self.down.parameters(prefix)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.ops.silu_mul(self.gate_up(x)))
-
-
-class Layer:
-    """One transformer block: attention, then MLP, each behind a norm and around a residual."""
-
-    def __init__(self, config: ModelConfig, ops: Ops, layer: int, *, dtype: torch.dtype) -> None:
-        self.attention_norm = RMSNorm(ops, config.hidden_size, config.norm_eps, dtype=dtype)
-        self.attention = Attention(config, ops, layer, dtype=dtype)
-        self.mlp_norm = RMSNorm(ops, config.hidden_size, config.norm_eps, dtype=dtype)
-        self.mlp = MLP(config, ops, dtype=dtype)
-
-    def parameters(self, prefix: str) -> list[Parameter]:
-        return [
-            *self.attention_norm.parameters(f"{prefix}.attention_norm"),
-            *self.attention.parameters(f"{prefix}.attention"),
-            *self.mlp_norm.parameters(f"{prefix}.mlp_norm"),
-            *self.mlp.parameters(f"{prefix}.mlp"),
-        ]
-
-    def pack(self) -> None:
-        for linear in (self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down):
-            linear.pack()
-
-    def __call__(
-        self, x: torch.Tensor, positions: torch.Tensor, rope: Rope, attention: AttentionBackend
-    ) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), positions, rope, attention)
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Llama:
-    """Embedding, layers, norm, head."""
-
-    def __init__(self, config: ModelConfig, ops: Ops, *, dtype: torch.dtype, max_position: int) -> None:
-        """Weights are allocated, not set: fill `parameters()`, then call `pack()`. Raises ValueError for the config."""
-        if config.hidden_act != "silu":
-            raise ValueError(f"hidden_act {config.hidden_act!r} is not supported, only silu")
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = [Layer(config, ops, layer, dtype=dtype) for layer in range(config.num_layers)]
-        self.norm = RMSNorm(ops, config.hidden_size, config.norm_eps, dtype=dtype)
-        self.head = Head(ops, config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings, dtype=dtype)
-        self.rope = Rope(ops, config.rope, config.head_dim, max_position)
-
-    def parameters(self) -> list[Parameter]:
-        """Every tensor that a checkpoint must fill; a tied head has none of its own."""
-        found = self.embedding.parameters("embedding")
-        for index, layer in enumerate(self.layers):
-            found += layer.parameters(f"layers.{index}")
-        return found + self.norm.parameters("norm") + self.head.parameters("head")
-
-    def pack(self) -> None:
-        """Once every parameter is filled: lay weights out as the device wants them."""
-        for layer in self.layers:
-            layer.pack()
-        self.head.pack(self.embedding.weight)
-
-    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
-        """ids [N], positions [T ≤ N] int32 → hidden states [N, hidden] before the last norm."""
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = layer(x, positions, self.rope, attention)
-        return x
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, hidden] → [N, vocab] float32."""
-        return self.head(self.norm(hidden))
-
-
-def gemm_shapes(config: ModelConfig, dtype: torch.dtype, tokens: int, sampled: int) -> list[GemmShape]:
-    """Every matrix product above, in steps of up to `tokens` tokens and `sampled` rows of logits."""
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    hidden, inner = config.hidden_size, config.intermediate_size
-    return [
-        GemmShape(q_size + 2 * kv_size, hidden, dtype, tokens),
-        GemmShape(hidden, q_size, dtype, tokens),
-        GemmShape(2 * inner, hidden, dtype, tokens),
-        GemmShape(hidden, inner, dtype, tokens),
-        GemmShape(config.vocab_size, hidden, torch.float32, sampled),
-    ]
-
 
 # How checkpoints call the parameters: (ours, theirs), {} the number of the layer.
 HUGGING_FACE_NAMES = {
@@ -194,3 +71,145 @@ GGUF_NAMES = {
     "layers.{}.mlp.down.weight": "blk.{}.ffn_down.weight",
     "layers.{}.mlp.down.bias": "blk.{}.ffn_down.bias",
 }
+
+
+class Attention:
+    """Grouped-query self-attention (Ainslie et al. 2023) with rotary positions."""
+
+    def __init__(
+        self, config: ModelConfig, ops: Ops, layer: int, *, norm_offset: float = 0.0, dtype: torch.dtype
+    ) -> None:
+        """`norm_offset` is that of the norms of q and k."""
+        self.layer = layer
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.qkv = Linear(
+            ops, config.hidden_size, {"q": q_size, "k": kv_size, "v": kv_size}, bias=config.qkv_bias, dtype=dtype
+        )
+        self.o = Linear(ops, q_size, {"o": config.hidden_size}, bias=config.out_bias, dtype=dtype)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(ops, self.head_dim, config.norm_eps, offset=norm_offset, dtype=dtype)
+            self.k_norm = RMSNorm(ops, self.head_dim, config.norm_eps, offset=norm_offset, dtype=dtype)
+
+    def parameters(self, prefix: str) -> list[Parameter]:
+        found = self.qkv.parameters(prefix) + self.o.parameters(prefix)
+        if self.q_norm is not None and self.k_norm is not None:
+            found += self.q_norm.parameters(f"{prefix}.q_norm") + self.k_norm.parameters(f"{prefix}.k_norm")
+        return found
+
+    def pack(self) -> None:
+        self.qkv.pack()
+        self.o.pack()
+
+    def __call__(
+        self, x: torch.Tensor, positions: torch.Tensor, rope: Rope, attention: AttentionBackend
+    ) -> torch.Tensor:
+        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [N, H + 2K, D]
+        q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        rope(q, k, positions)
+        return self.o(attention.run(self.layer, q, k, v))
+
+
+def attention_shapes(config: ModelConfig, dtype: torch.dtype, tokens: int) -> list[GemmShape]:
+    """Attention's matrix products."""
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return [
+        GemmShape(q_size + 2 * kv_size, config.hidden_size, dtype, tokens),
+        GemmShape(config.hidden_size, q_size, dtype, tokens),
+    ]
+
+
+class Layer:
+    """One transformer block: attention, then MLP, each behind a norm and around a residual."""
+
+    def __init__(
+        self, config: ModelConfig, ops: Ops, layer: int, mlp: GatedMLP | Mixture, *, dtype: torch.dtype
+    ) -> None:
+        self.attention_norm = RMSNorm(ops, config.hidden_size, config.norm_eps, dtype=dtype)
+        self.attention = Attention(config, ops, layer, dtype=dtype)
+        self.mlp_norm = RMSNorm(ops, config.hidden_size, config.norm_eps, dtype=dtype)
+        self.mlp = mlp
+
+    def parameters(self, prefix: str) -> list[Parameter]:
+        return [
+            *self.attention_norm.parameters(f"{prefix}.attention_norm"),
+            *self.attention.parameters(f"{prefix}.attention"),
+            *self.mlp_norm.parameters(f"{prefix}.mlp_norm"),
+            *self.mlp.parameters(f"{prefix}.mlp"),
+        ]
+
+    def pack(self) -> None:
+        self.attention.pack()
+        self.mlp.pack()
+
+    def __call__(
+        self, x: torch.Tensor, positions: torch.Tensor, rope: Rope, attention: AttentionBackend
+    ) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), positions, rope, attention)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama:
+    """Embedding, layers, norm, head. See `worker.models.base.Model`."""
+
+    hugging_face_names: ClassVar[dict[str, str]] = HUGGING_FACE_NAMES
+    hugging_face_roots: ClassVar[tuple[tuple[str, str], ...]] = ()
+    hugging_face_ignored: ClassVar[tuple[str, ...]] = ()
+    gguf_names: ClassVar[dict[str, str]] = GGUF_NAMES
+
+    def __init__(self, config: ModelConfig, ops: Ops, *, dtype: torch.dtype, max_position: int) -> None:
+        """Weights are allocated, not set: fill `parameters()`, then call `pack()`. Raises ValueError for the config."""
+        if config.hidden_act != "silu":
+            raise ValueError(f"hidden_act {config.hidden_act!r} is not supported, only silu")
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.layers = [
+            Layer(config, ops, layer, self._mlp(config, ops, layer, dtype), dtype=dtype)
+            for layer in range(config.num_layers)
+        ]
+        self.norm = RMSNorm(ops, config.hidden_size, config.norm_eps, dtype=dtype)
+        self.head = Head(ops, config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings, dtype=dtype)
+        self.rope = Rope(ops, config.rope, config.head_dim, max_position)
+
+    def _mlp(self, config: ModelConfig, ops: Ops, layer: int, dtype: torch.dtype) -> GatedMLP | Mixture:
+        """SwiGLU."""
+        return GatedMLP(
+            ops, config.hidden_size, config.intermediate_size, ops.silu_mul, bias=config.mlp_bias, dtype=dtype
+        )
+
+    def parameters(self) -> list[Parameter]:
+        """Every tensor that a checkpoint must fill; a tied head has none of its own."""
+        found = self.embedding.parameters("embedding")
+        for index, layer in enumerate(self.layers):
+            found += layer.parameters(f"layers.{index}")
+        return found + self.norm.parameters("norm") + self.head.parameters("head")
+
+    def pack(self) -> None:
+        """Once every parameter is filled: lay weights out as the device wants them."""
+        for layer in self.layers:
+            layer.pack()
+        self.head.pack(self.embedding.weight)
+
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        """ids [N], positions [T ≤ N] int32 → hidden states [N, hidden] before the last norm."""
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x, positions, self.rope, attention)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, hidden] → [N, vocab] float32."""
+        return self.head(self.norm(hidden))
+
+    @staticmethod
+    def gemm_shapes(config: ModelConfig, dtype: torch.dtype, tokens: int, sampled: int) -> list[GemmShape]:
+        """Every matrix product above, in steps of up to `tokens` tokens and `sampled` rows of logits."""
+        hidden, inner = config.hidden_size, config.intermediate_size
+        return [
+            *attention_shapes(config, dtype, tokens),
+            GemmShape(2 * inner, hidden, dtype, tokens),
+            GemmShape(hidden, inner, dtype, tokens),
+            GemmShape(config.vocab_size, hidden, torch.float32, sampled),
+        ]
