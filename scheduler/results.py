@@ -63,7 +63,7 @@ class Results:
         view, rows = flight.view, self._running.rows
         keep: Mask | None = None
         if view.departures != rows.departures:
-            keep = rows.generation[view.slots] == view.generations
+            keep = rows.generation.take(view.index) == view.generations
         if result.statuses:
             bad = column(result.statuses, U8) != RowStatus.OK
             failed = np.flatnonzero(bad if keep is None else bad & keep)
@@ -89,7 +89,7 @@ class Results:
     def _take_ids(
         self, flight: InFlight, view: RowView, ids: I32Array, keep: Mask | None, result: StepResult, now: int
     ) -> None:
-        positions = self._running.rows.take_ids(view.slots, ids)
+        positions = self._running.rows.take_ids(view, ids)
         out = StepRows(flight.step, view, positions - view.prompt_lens, ids)
         for row, request in _kept(flight.firsts, keep):
             opening = self._lifecycle.open(request, now)
@@ -103,7 +103,7 @@ class Results:
         """Let go of the rows that end with this id."""
         view, ids = out.view, out.ids
         full = positions + 1 >= view.max_lens
-        maybe = np.flatnonzero(full | self._lifecycle.stops.watched[ids])
+        maybe = np.flatnonzero(full | self._lifecycle.stops.watched.take(ids))
         if not maybe.size:
             return
         rows = self._running.rows

@@ -24,10 +24,11 @@ class RowView:
     made once and kept: the view of a steady batch lives long.
     """
 
-    __slots__ = ("_attempts", "_fixed", "_max_lens", "_prompt_lens", "_rids", "departures", "slots")
+    __slots__ = ("_attempts", "_fixed", "_max_lens", "_prompt_lens", "_rids", "departures", "index", "slots")
 
     def __init__(self, slots: I32Array, fixed: npt.NDArray[np.uint64], departures: int) -> None:
         self.slots = slots
+        self.index = slots.astype(np.intp)  # numpy gathers several times faster with its own index type
         self.departures = departures  # `Rows.departures` then: unchanged means that all rows still stand
         self._fixed = fixed  # [R, 6] uint64
         self._prompt_lens: I32Array | None = None
@@ -94,6 +95,7 @@ class Rows:
         self.room = np.zeros(capacity, np.int32)  # tokens that the row's pages hold
         self.last_id = np.zeros(capacity, np.int32)
         self.pages = np.zeros((capacity, max_pages), np.int32)
+        self._flat_pages = self.pages.reshape(-1)
         self.requests: list[Request | None] = [None] * capacity
         self.departures = 0
         self._generated = np.zeros(num_pages * page_size, np.int32)
@@ -152,18 +154,21 @@ class Rows:
     def view(self, slots: I32Array) -> RowView:
         return RowView(slots, self.fixed[slots], self.departures)
 
-    def take_ids(self, slots: I32Array, ids: I32Array) -> I32Array:
+    def take_ids(self, view: RowView, ids: I32Array) -> I32Array:
         """One new id for each row; returns their positions.
 
         The row's previous id has a page by now (its K/V were computed to sample the new one): it moves there.
         """
-        known = self.known[slots]
+        index = view.index
+        known: I32Array = self.known.take(index)
         before = known - 1
         number = before // self.page_size
+        pages = self._flat_pages.take(index * self.pages.shape[1] + number)
         # page × size + before % size, without the slow remainder
-        self._generated[(self.pages[slots, number] - number) * self.page_size + before] = self.last_id[slots]
-        self.last_id[slots] = ids
-        self.known[slots] = known + 1
+        cells = (pages - number) * self.page_size + before
+        self._generated[cells.astype(np.intp)] = self.last_id.take(index)
+        self.last_id[index] = ids
+        self.known[index] = known + 1
         return known
 
     def known_ids(self, slot: int) -> bytes:

@@ -138,8 +138,7 @@ class Running:
 
     def lacking_page(self, view: RowView) -> I32Array:
         """Rows whose next id begins a page that they do not have yet; as slots."""
-        slots = view.slots
-        lacking: I32Array = slots[self.rows.planned[slots] == self.rows.room[slots]]
+        lacking: I32Array = view.slots[self.rows.planned.take(view.index) == self.rows.room.take(view.index)]
         return lacking
 
     def append_pages(self, slots: I32Array) -> I32Array:
@@ -156,8 +155,8 @@ class Running:
     def decoded(self, view: RowView) -> None:
         """One decode step of these rows is planned. Rows whose last id it samples leave the order."""
         rows, slots = self.rows, view.slots
-        planned = rows.planned[slots] + 1
-        rows.planned[slots] = planned
+        planned = rows.planned.take(view.index) + 1
+        rows.planned[view.index] = planned
         if self._steps_left > 1 and self._view is view:
             self._steps_left -= 1
             return
