@@ -138,8 +138,8 @@ def test_neighbours_with_nan_stay_alone(tmp_path: Path) -> None:
     forward = load(prepare(str(directory)))
     ids = prompt(30, 320, seed=1)
     player = Player(forward, 2, 64)
-    expected = player.run({0: (ids, 0)})
-    forward._model.embedding.weight[7] = float("nan")  # token 7 poisons whoever says it
+    model: Any = forward._model
+    model.embedding.weight[7] = float("nan")  # token 7 poisons whoever says it
     clean = np.where(ids == 7, 8, ids)
     expected = player.run({0: (clean, 0)})
     poison = np.full(64, 7, np.int32)
@@ -155,8 +155,9 @@ def test_neighbours_with_nan_stay_alone(tmp_path: Path) -> None:
 def test_the_start_up_check_finds_a_breach(tmp_path: Path) -> None:
     forward = load(prepare(str(make_tiny(tmp_path))))
     check_law(forward)
-    norm = forward._model.norm
-    forward._model.norm = lambda x: norm(x) * (1 + 1e-6 * x.shape[0])  # type: ignore[assignment]
+    model: Any = forward._model
+    norm = model.norm
+    model.norm = lambda x: norm(x) * (1 + 1e-6 * x.shape[0])
     with pytest.raises(LawError, match="in one batch"):
         check_law(forward)
 
