@@ -8,15 +8,25 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PretrainedConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 _CLASSES: dict[str, tuple[Any, Any]] = {
@@ -24,8 +34,35 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "bloom": (BloomConfig, BloomForCausalLM),
 }
-FAMILIES = tuple(_CLASSES)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+NEWER_FAMILIES = ("mixtral", "qwen3_moe", "gemma2", "gemma3", "bloom")
+_OWN: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True},
+    # Caps low enough to bend these small scores and logits.
+    "gemma2": {
+        "query_pre_attn_scalar": 40,
+        "sliding_window": 40,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3": {
+        "query_pre_attn_scalar": 40,
+        "sliding_window": 40,
+        "sliding_window_pattern": 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "bloom": {"n_layer": 3, "n_head": 6, "hidden_size": 96},
+}
 MAX_POSITION = 512
 ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -79,6 +116,8 @@ def make_tiny(
     }
     if family == "mistral":
         values["sliding_window"] = window or None
+    elif family in _OWN:
+        values |= _OWN[family]
     elif window:
         values |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 2}
     config: PretrainedConfig = config_class(**(values | changes))

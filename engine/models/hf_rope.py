@@ -1,0 +1,100 @@
+"""Rotary parameters of Hugging Face's configs → RopeConfig; defaults as transformers' modeling_rope_utils."""
+
+from typing import get_args
+
+from engine.models.fields import Fields
+from proto.model import RopeConfig, RopeType
+
+_ROPE_KEYS = {
+    "type",
+    "rope_type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "partial_rotary_factor",
+    "finetuned",  # a remark, changes nothing
+}
+
+
+def rope_fields(config: Fields) -> Fields:
+    """What the config says of its rotary embedding: `rope_parameters` (transformers 5) or `rope_scaling` (4)."""
+    key = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+    return nested(config, key)
+
+
+def nested(config: Fields, key: str) -> Fields:
+    """The object under `key`, empty if there is none."""
+    values = config.values.get(key) or {}
+    if not isinstance(values, dict):
+        raise config.error(key, f"must be an object, is {values!r}")
+    return Fields(config.path, values, f"{key}.")
+
+
+def read_rope(config: Fields, rope: Fields, max_position: int, default_theta: float = 10000.0) -> RopeConfig:
+    """Read `rope`; the base may also stand in `config` itself."""
+    unknown = [key for key in rope.values if key not in _ROPE_KEYS and rope.has(key)]
+    if unknown:
+        raise rope.error(unknown[0], "is not supported")
+    if (rope if rope.has("partial_rotary_factor") else config).number("partial_rotary_factor", 1.0) != 1.0:
+        raise config.error("partial_rotary_factor", "other than 1 is not supported")
+    theta = (rope if rope.has("rope_theta") else config).number("rope_theta", default_theta)
+    rope_type = _rope_type(rope)
+    if rope_type == "default":
+        return RopeConfig(theta=theta)
+    factor = rope.number("factor")
+    if rope_type == "linear":
+        return RopeConfig(type="linear", theta=theta, factor=factor)
+    if rope_type == "dynamic":
+        # transformers grows the base from max_position_embeddings on, whatever else is written.
+        return RopeConfig(type="dynamic", theta=theta, factor=factor, original_max_position=max_position)
+    original = _original_max_position(config, rope, max_position)
+    if rope_type == "llama3":
+        return _llama3(rope, theta, factor, original)
+    return RopeConfig(
+        type="yarn",
+        theta=theta,
+        factor=factor,
+        original_max_position=original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        attention_factor=rope.optional_number("attention_factor"),
+        mscale=rope.optional_number("mscale"),
+        mscale_all_dim=rope.optional_number("mscale_all_dim"),
+        truncate=rope.flag("truncate", True),
+    )
+
+
+def _rope_type(rope: Fields) -> RopeType:
+    key = "rope_type" if rope.has("rope_type") else "type"
+    name = rope.text(key, "default")
+    for known in get_args(RopeType):
+        if name == known:
+            return known  # type: ignore[no-any-return]
+    raise rope.error(key, f"{name!r} is not supported; supported: {', '.join(get_args(RopeType))}")
+
+
+def _original_max_position(config: Fields, rope: Fields, max_position: int) -> int:
+    source = config if config.has("original_max_position_embeddings") else rope
+    return source.integer("original_max_position_embeddings", max_position)
+
+
+def _llama3(rope: Fields, theta: float, factor: float, original: int) -> RopeConfig:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low:
+        raise rope.error("high_freq_factor", f"must exceed low_freq_factor {low:g}, is {high:g}")
+    return RopeConfig(
+        type="llama3",
+        theta=theta,
+        factor=factor,
+        original_max_position=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
