@@ -79,9 +79,11 @@ class SimulatedDevice:
         waited = self._tables.running_through(plan)
         batch = self._tables.apply(plan)
         rows = self._tables.sampling_rows(batch)
+        # Here a real device gets the step. What follows is the simulation's own work, which must not count as waiting.
+        launched = self._clock_ns()
         ids = self._invent(rows)
         duration = int(self._roofline.seconds(batch) * 1e9)
-        start = max(self._clock_ns(), self.clock.free_at)
+        start = max(launched, self.clock.free_at)
         idle = self.clock.record(start, start + duration, waited, len(ids))
         result = StepResult(
             epoch=plan.epoch,
