@@ -225,6 +225,7 @@ class Abort(Message, frozen=True, tag="abort"):
 class Census(Message, frozen=True, tag="census"):
     """Server → scheduler, once a second: all requests that this server holds to be in the scheduler."""
 
+    server: int
     rids: bytes  # u64
     attempts: bytes  # u32
 

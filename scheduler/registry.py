@@ -71,14 +71,7 @@ class Registry:
             request = self.requests.get(rid)
             if request is None or request.attempt < attempt:
                 unknown.append((rid, attempt))
-        server = self._author(listed)
-        return unknown, [] if server is None else self._leaked(listed, server, now)
-
-    def _author(self, listed: dict[int, int]) -> int | None:
-        """Which server wrote a census. An empty one tells only where there is no other server."""
-        if listed:
-            return server_of(next(iter(listed)))
-        return next(iter(self._servers)) if len(self._servers) == 1 else None
+        return unknown, self._leaked(listed, census.server, now)
 
     def _leaked(self, listed: dict[int, int], server: int, now: int) -> list[Request]:
         before = self._census_times.get(server)

@@ -204,7 +204,7 @@ class Record:
         out = []
         for scheduler in self._schedulers:
             rids, attempts = _columns(g for g in live if g.replica in (-1, scheduler.index))
-            out.append(Outgoing(scheduler, Census(rids=rids, attempts=attempts)))
+            out.append(Outgoing(scheduler, Census(server=self._index, rids=rids, attempts=attempts)))
         return out
 
     def on_census_reply(self, reply: CensusReply) -> None:

@@ -234,7 +234,7 @@ class Fuzz:
         server = self.random.randrange(_SERVERS)
         listed = [key for key in self.live if server_of(key[0]) == server]
         rids, attempts = [rid for rid, _ in listed], [attempt for _, attempt in listed]
-        census = Census(rids=np.array(rids, U64).tobytes(), attempts=np.array(attempts, U32).tobytes())
+        census = Census(server=server, rids=np.array(rids, U64).tobytes(), attempts=np.array(attempts, U32).tobytes())
         self.ring.send(census)
 
     def _kill_server(self) -> None:

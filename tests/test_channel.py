@@ -224,7 +224,7 @@ def test_two_full_stages_do_not_wait_for_each_other(ring: Ring, monkeypatch: pyt
     inboxes = [ring.inbox(SCHEDULER), ring.inbox(WORKER)]
     there, back = ring.outbox(SERVER, SCHEDULER), ring.outbox(SCHEDULER, WORKER)
     for number in range(200):
-        there.send(Census(rids=b"", attempts=number.to_bytes(4, "little")))
+        there.send(Census(server=0, rids=b"", attempts=number.to_bytes(4, "little")))
         back.send(Reset(number))
     counts = [0, 0]
     end = time.monotonic() + 10

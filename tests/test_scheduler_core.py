@@ -553,7 +553,7 @@ def test_a_higher_attempt_supersedes_and_a_lower_one_is_dropped() -> None:
 
 def census_of(*requests: tuple[int, int]) -> Census:
     abort = make_abort(*requests)
-    return Census(rids=abort.rids, attempts=abort.attempts)
+    return Census(server=0, rids=abort.rids, attempts=abort.attempts)
 
 
 def test_a_census_finds_the_unknown_and_the_leaked() -> None:
@@ -575,14 +575,16 @@ def test_a_census_finds_the_unknown_and_the_leaked() -> None:
     assert column(replies[0].attempts, U32).tolist() == [1]
 
 
-def test_an_empty_census_counts_where_there_is_one_server() -> None:
+def test_an_empty_census_speaks_for_its_server_alone() -> None:
     ring = ring_of()
-    ring.send(make_world(make_stage(StageKind.SERVER, 0, 1)))
-    ring.send(make_admit(rid_of(1), [1], 50))
+    ring.send(make_world(make_stage(StageKind.SERVER, 0, 1), make_stage(StageKind.SERVER, 1, 1)))
+    other = rid_of(2, server=1)
+    for rid in (rid_of(1), other):
+        ring.send(make_admit(rid, [1], 50))
     for _ in range(4):
         ring.now += 1000 * MS
         ring.send(census_of())
-    assert not ring.scheduler._registry.requests
+    assert list(ring.scheduler._registry.requests) == [other]
     assert ring.scheduler.counters()["leaked"] == 1
 
 
