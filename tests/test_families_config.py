@@ -5,10 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from engine.cli.estimate import count_parameters
 from engine.models import ModelError, read_config
 from proto.model import ModelConfig, RopeConfig
+from tests.tiny_models import NEWER_FAMILIES, make_tiny
+from worker.roofline import Roofline, parse_gpu
 
 SIZES = {
     "vocab_size": 320,
@@ -195,3 +199,15 @@ def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path, config: dict
         read(tmp_path, config)
     for word in [str(tmp_path / "config.json"), *words]:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("family", NEWER_FAMILIES)
+def test_parameters_are_counted_to_the_last(tmp_path: Path, family: str) -> None:
+    """By the estimate, and by the simulated device."""
+    changes: dict[str, Any] = {"mlp_only_layers": [1]} if family == "qwen3_moe" else {}
+    directory = make_tiny(tmp_path, family, tie=family != "mixtral", **changes)
+    config = read_config(str(directory))
+    held = sum(tensor.numel() for tensor in load_file(directory / "model.safetensors").values())
+    assert count_parameters(config) == held
+    small = 12 * config.num_layers * config.hidden_size + 4 * config.hidden_size  # biases and norms
+    assert 0 <= held - Roofline(config, parse_gpu("sim:h200"), 1).weight_bytes <= small

@@ -76,12 +76,19 @@ class Roofline:
         self._gpu = gpu
         self._element_bytes = element_bytes
         attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
-        mlp = 3 * model.hidden_size * model.intermediate_size
-        self._layer_params = model.num_layers * (attention + mlp)
+        dense_layers = len(model.dense_layers) if model.num_experts else model.num_layers
+        mlp = (2 if model.alibi else 3) * model.hidden_size * model.intermediate_size  # BLOOM's has no gate
+        self._expert_layers = model.num_layers - dense_layers
+        self._experts, self._experts_per_token = model.num_experts, model.experts_per_token
+        self._expert_params = 3 * model.hidden_size * model.expert_size
+        router = model.hidden_size * model.num_experts
+        # What every token uses, whichever experts it is sent to
+        self._layer_params = model.num_layers * attention + dense_layers * mlp + self._expert_layers * router
         self._head_params = model.vocab_size * model.hidden_size
         norms = (2 * model.num_layers + 1) * model.hidden_size
         embeddings = self._head_params * (1 if model.tie_word_embeddings else 2)
-        self.weight_bytes = (self._layer_params + norms + embeddings) * element_bytes
+        experts = self._expert_layers * self._experts * self._expert_params
+        self.weight_bytes = (self._layer_params + experts + norms + embeddings) * element_bytes
         self.kv_bytes_per_token = model.kv_bytes_per_token(element_bytes)
         self._kv_bytes_per_layer = self.kv_bytes_per_token // model.num_layers
         # Q·K and P·V: a multiplication and an addition each, for every head dimension
@@ -95,8 +102,12 @@ class Roofline:
         if not tokens:
             return self._gpu.launch
         params = self._layer_params + (self._head_params if sampled else 0)
+        chosen = self._expert_layers * self._expert_params * self._experts_per_token  # parameters, for one token
+        if self._experts:  # tokens choose independently: so many experts are read at least once
+            unused = (1 - self._experts_per_token / self._experts) ** tokens
+            params += int(self._expert_layers * self._expert_params * self._experts * (1 - unused))
         read = params * self._element_bytes + tokens * self.kv_bytes_per_token
-        flops = 2 * (tokens * self._layer_params + sampled * self._head_params)
+        flops = 2 * (tokens * (self._layer_params + chosen) + sampled * self._head_params)
         attended = batch.positions + 1  # [T] keys that each token sees
         row_keys = attended[batch.qo_indptr[1:] - 1]
         row_tokens = np.diff(batch.qo_indptr)

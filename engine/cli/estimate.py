@@ -112,10 +112,22 @@ def count_parameters(config: ModelConfig) -> int:
     attention = 2 * hidden * dim * (heads + kv_heads)
     attention += config.qkv_bias * dim * (heads + 2 * kv_heads) + config.out_bias * hidden
     attention += config.qk_norm * 2 * dim
-    mlp = 3 * hidden * config.intermediate_size + config.mlp_bias * (2 * config.intermediate_size + hidden)
-    norms = 2 * hidden
+    norm = 2 * hidden if config.family == "bloom" else hidden  # weight and bias, or weight alone
+    norms_per_layer = 4 if config.family in ("gemma2", "gemma3") else 2
+    norms = norm * (config.num_layers * norms_per_layer + (2 if config.family == "bloom" else 1))
     embeddings = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
-    return config.num_layers * (attention + mlp + norms) + hidden + embeddings
+    return config.num_layers * attention + _mlp_parameters(config) + norms + embeddings
+
+
+def _mlp_parameters(config: ModelConfig) -> int:
+    """Of all layers: one MLP each, gated but in BLOOM, or a router and experts."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    inputs = 1 if config.family == "bloom" else 2
+    dense = (inputs + 1) * hidden * inner + config.mlp_bias * (inputs * inner + hidden)
+    if not config.num_experts:
+        return config.num_layers * dense
+    mixture = config.num_experts * hidden * (1 + 3 * config.expert_size)
+    return len(config.dense_layers) * dense + (config.num_layers - len(config.dense_layers)) * mixture
 
 
 def _fit(sizes: Estimate, memory: int, utilization: Fraction) -> Estimate:

@@ -66,11 +66,10 @@ class Mixture:
         """x [N, hidden] → [N, hidden]."""
         weights = self.router(x)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for index, expert in enumerate(self.experts):
+        for index in (weights != 0).any(0).nonzero().flatten().tolist():
             weight = weights[:, index]
-            tokens = weight.nonzero().squeeze(1)
+            tokens = weight.nonzero().flatten()
             count = len(tokens)
-            if count:
-                padded = torch.nn.functional.pad(tokens, (0, -count % self._row_multiple))  # with token 0 again
-                out[tokens] += weight[tokens].unsqueeze(1) * expert(x[padded])[:count].float()
+            padded = torch.nn.functional.pad(tokens, (0, -count % self._row_multiple))  # with token 0 again
+            out[tokens] += weight[tokens].unsqueeze(1) * self.experts[index](x[padded])[:count].float()
         return out.to(x.dtype)
