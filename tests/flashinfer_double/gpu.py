@@ -53,11 +53,7 @@ class Gpu:
     def reuse(self, stream: Stream, raw: torch.Tensor) -> None:
         """The next to use freed memory does so in the order of the stream that allocated it."""
 
-        def work() -> None:
-            with quietly():
-                poison(raw)
-
-        stream.items.append(Item("reuse", work))
+        stream.items.append(Item("reuse", lambda: poison(raw)))
 
     def pin(self, host: torch.Tensor) -> torch.Tensor:
         self._pinned[host.untyped_storage().data_ptr()] = host
@@ -171,7 +167,7 @@ def _patches(gpu: Gpu) -> dict[str, Any]:
     timeline = gpu.timeline
 
     def set_sync_debug_mode(mode: int | str) -> None:
-        timeline.sync_debug = {"default": 0, "warn": 1, "error": 2}.get(mode, mode) if isinstance(mode, str) else mode
+        timeline.sync_debug = {"default": 0, "warn": 1, "error": 2}[mode] if isinstance(mode, str) else mode
 
     properties = SimpleNamespace(
         name="simulated GPU", major=9, minor=0, total_memory=TOTAL, multi_processor_count=132, L2_cache_size=50 << 20

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.flashinfer_double.memory import Block, poison, quietly
+from tests.flashinfer_double.memory import Block, poison
 from tests.flashinfer_double.streams import CaptureError, Item, Node, SimulationError, Stream, active
 
 
@@ -89,9 +89,8 @@ class CUDAGraph:
 
     def _spoil(self) -> None:
         """Freed memory of the pool holds what another graph left there."""
-        with quietly():
-            for raw in self._pool.free:
-                poison(raw)
+        for raw in self._pool.free:
+            poison(raw)
 
 
 class graph:  # noqa: N801 - torch's name

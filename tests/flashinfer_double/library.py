@@ -1,6 +1,8 @@
 """FlashInfer 0.7.4 and our Triton kernels, computed exactly in float32 when the simulated device gets there."""
 
+import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,19 +33,18 @@ def need(condition: bool, text: str) -> None:
 # --------------------------------------------------------------------------- paged attention
 
 
-class IntWorkspace:
-    """An int workspace, pinned or on the device: what schedule lies there."""
-
-    def __init__(self) -> None:
-        self.schedule: Schedule | None = None
-
-
 @dataclass(frozen=True, eq=False)
 class Schedule:
     """What `plan` works out on the host and copies to the device. Each one is unlike all others."""
 
+    number: int
     qo_indptr: list[int]
     kv_lens: list[int]
+
+
+_numbers = itertools.count(1)
+_schedules: weakref.WeakValueDictionary[int, Schedule] = weakref.WeakValueDictionary()
+WORKSPACE = 16  # bytes, of which 8 hold the schedule's number
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ class _Paged:
         need(isinstance(float_workspace_buffer, DeviceTensor), "the float workspace must be on the device")
         need(float_workspace_buffer.dtype == torch.uint8, "the float workspace is bytes")
         self._float_workspace_buffer = float_workspace_buffer
-        self._int_workspace_buffer = IntWorkspace()
-        self._pin_memory_int_workspace_buffer = IntWorkspace()
+        self._int_workspace_buffer = torch.empty(WORKSPACE, dtype=torch.uint8, device="cuda")
+        self._pin_memory_int_workspace_buffer = torch.empty(WORKSPACE, dtype=torch.uint8, pin_memory=True)
         self._requested_backend = self._backend = backend
         self._graph = graph
         self._qo, self._indptr, self._indices, self._last = buffers
@@ -124,14 +125,12 @@ class _Paged:
             self._last = last.to("cuda", non_blocking=non_blocking)
             self._indices = indices
         self._shape, self._rows = shape, int(qo[-1])
-        self._schedule = Schedule(qo.tolist(), lens)
+        self._schedule = Schedule(next(_numbers), qo.tolist(), lens)
+        _schedules[self._schedule.number] = self._schedule
         pinned, device = self._pin_memory_int_workspace_buffer, self._int_workspace_buffer
-        pinned.schedule = self._schedule
-
-        def copy() -> None:
-            device.schedule = pinned.schedule
-
-        queue("copy of the schedule", copy, [])
+        need(pinned.is_pinned() and isinstance(device, DeviceTensor), "one int workspace pinned, one on the device")
+        pinned.view(torch.int64)[0] = self._schedule.number
+        device.copy_(pinned, non_blocking=True)
 
     def _check_rows(
         self, shape: Shape, qo: list[int], indptr: list[int], pages_given: int, last: list[int]
@@ -182,7 +181,9 @@ class _Paged:
         need(self._graph or not captured, "a wrapper without fixed buffers cannot be captured")
         buffers = (self._indptr, self._indices, self._last)
         addresses = [b.data_ptr() for b in buffers]
+        metadata = tuple(b.raw for b in buffers)
         workspace = self._int_workspace_buffer
+        schedule_number = workspace.raw.view(torch.int64)  # type: ignore[attr-defined]
         raw = (q.raw, keys.raw, values.raw, out.raw)  # type: ignore[attr-defined]
         scales = (k_scale or 1.0, v_scale or 1.0)
 
@@ -194,28 +195,25 @@ class _Paged:
             need(self._int_workspace_buffer is workspace, "the int workspace changed since the capture")
 
             def work() -> None:
-                found = workspace.schedule
+                found = _schedules.get(int(schedule_number[0]))
                 need(found is expected, "the schedule in the int workspace is not that of this wrapper's last plan()")
                 assert found is not None
                 assert shape is not None
-                metadata = [b.raw.clone() for b in buffers]
-                _attend(shape, found, *metadata, *raw, *scales)
+                _attend(shape, found, metadata, *raw, *scales)
 
             return work
 
         def unbound() -> Work:
             raise AssertionError
 
-        queue(f"{type(self).__name__}.run", unbound, [q, keys, values, out, *buffers], bind)
+        queue(f"{type(self).__name__}.run", unbound, [q, keys, values, out, workspace, *buffers], bind)
         return out
 
 
 def _attend(
     shape: Shape,
     schedule: Schedule,
-    indptr: torch.Tensor,
-    indices: torch.Tensor,
-    last: torch.Tensor,
+    metadata: tuple[torch.Tensor, ...],
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -224,6 +222,7 @@ def _attend(
     v_scale: float,
 ) -> None:
     """Attention as the kernels do it, with the metadata that lies on the device now."""
+    indptr, indices, last = metadata
     group = shape.num_qo_heads // shape.num_kv_heads
     starts, lasts = indptr.tolist(), last.tolist()
     for row, kv_len in enumerate(schedule.kv_lens):
@@ -501,7 +500,9 @@ KERNELS = SimpleNamespace(rotate=rotate, write_kv=write_kv)
 @contextmanager
 def simulate(seed: int = 0) -> Iterator[Gpu]:
     """A simulated GPU, with FlashInfer and our kernels on it, for as long as the context lasts."""
-    before = flashinfer_api.replace(flashinfer_api.Library(FLASHINFER, KERNELS))
+    before = flashinfer_api.replace(
+        flashinfer_api.Library(FLASHINFER, KERNELS, frozenset(range(4, 257, 4)), frozenset(_FLOATS))
+    )
     try:
         with simulate_gpu(seed) as gpu:
             yield gpu

@@ -16,19 +16,20 @@ aten = torch.ops.aten
 
 @contextmanager
 def quietly() -> Any:
-    """Real arithmetic on the memory behind the tensors: no autograd, no inference tensors."""
-    with torch.inference_mode(False), torch.no_grad():
+    """For making tensors: outside autograd, but no inference tensors, which nobody could write to later."""
+    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def poison(raw: torch.Tensor) -> None:
     """What freed or fresh memory holds: NaN, or numbers beyond any index."""
-    if raw.is_floating_point():
-        raw.fill_(float("nan"))
-    elif raw.dtype == torch.bool:
-        raw.fill_(True)
-    else:
-        raw.view(torch.uint8).fill_(0x7F)
+    with torch._C.DisableTorchFunction(), torch.inference_mode():
+        if raw.is_floating_point():
+            raw.fill_(float("nan"))
+        elif raw.dtype == torch.bool:
+            raw.fill_(True)
+        else:
+            raw.fill_(int.from_bytes(b"\x7f" * raw.itemsize))
 
 
 class Block:
@@ -62,7 +63,7 @@ class DeviceTensor(torch.Tensor):
 
     raw: torch.Tensor
     block: Block
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def wrap(cls, raw: torch.Tensor, block: Block | None = None) -> "DeviceTensor":
@@ -86,16 +87,19 @@ class DeviceTensor(torch.Tensor):
         return f"DeviceTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         with quietly():
             return dispatch(func, args, kwargs)
 
 
 def allocate(size: Any, stride: Any, dtype: torch.dtype) -> DeviceTensor:
-    raw = torch.empty_strided(size, stride, dtype=dtype)
-    poison(raw)
-    return DeviceTensor.wrap(raw)
+    with quietly():
+        raw = torch.empty_strided(size, stride, dtype=dtype)
+        poison(raw)
+        return DeviceTensor.wrap(raw)
 
 
 def upload(value: torch.Tensor, name: str) -> DeviceTensor:
@@ -111,15 +115,16 @@ def queue(name: str, work: Callable[[], object], tensors: Any, bind: Callable[[]
     timeline = active().timeline
     graph = timeline.current.graph
 
-    def run() -> None:
-        with quietly():
-            work()
+    def quiet(work: Callable[[], object]) -> Work:
+        def run() -> None:
+            with torch._C.DisableTorchFunction(), torch.inference_mode():
+                work()
 
-    if graph is None:
-        timeline.queue(name, run, bind)
-        return
-    graph.refer(name, [t.block for t in tensors])
-    timeline.queue(name, run, bind)
+        return run
+
+    if graph is not None:
+        graph.refer(name, [t.block for t in tensors])
+    timeline.queue(name, quiet(work), None if bind is None else lambda: quiet(bind()))
 
 
 # --------------------------------------------------------------------------- torch's operations
@@ -202,7 +207,8 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def allocate_like(tensor: torch.Tensor, dtype: torch.dtype) -> DeviceTensor:
-    like = torch.empty_like(_raw(tensor), dtype=dtype)
+    with quietly():
+        like = torch.empty_like(_raw(tensor), dtype=dtype)
     return allocate(like.shape, like.stride(), dtype)
 
 

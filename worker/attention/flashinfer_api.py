@@ -4,7 +4,10 @@ Nothing here is imported before a GPU worker asks, so a machine without CUDA can
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 VERSION = "0.7.4"  # whose contract `worker.attention.flashinfer` is written to
 _WRAPPER_FIELDS = ("_int_workspace_buffer", "_pin_memory_int_workspace_buffer")
@@ -20,6 +23,8 @@ class Library:
 
     flashinfer: Any  # the package
     kernels: Any  # worker.layers.cuda_kernels, or what has its functions
+    head_dims: frozenset[int]  # that attention has kernels for
+    dtypes: "frozenset[torch.dtype]"  # of activations
 
 
 _library: Library | None = None
@@ -56,6 +61,8 @@ def _load() -> Library:
         raise FlashInferError(
             f"device cuda needs FlashInfer {VERSION}: {error}; pip install 'quintet-llm[cuda]'"
         ) from error
+    import torch
+
     from worker.layers import cuda_kernels
 
-    return Library(flashinfer, cuda_kernels)
+    return Library(flashinfer, cuda_kernels, frozenset({64, 128, 256}), frozenset({torch.bfloat16, torch.float16}))

@@ -1,0 +1,41 @@
+"""The FlashInfer backend against the reference: on the double everywhere, on FlashInfer itself where a GPU is."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.flashinfer_cases import (
+    DOUBLE,
+    GPU,
+    WITHOUT_GRAPHS,
+    GpuRunner,
+    Place,
+    ReferenceRunner,
+    Traffic,
+    compare,
+    config,
+)
+from worker.models import FAMILIES
+
+STEPS = 56  # for each of nine families, so more than 500 in all
+SHOWN = ("prefix hit", "decode", "chunk after others", "whole prompt", "full last page", "new page", "mixed")
+PLACES = [pytest.param(DOUBLE, id="double"), pytest.param(GPU, id="gpu", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True)
+def _needs_gpu(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU")
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("place", PLACES)
+def test_logits_are_the_references(place: Place, family: str) -> None:
+    """Steps that mix prompts, chunks, prefix hits and decode rows; decode rows alone go behind padded graphs."""
+    with place(seed=7):
+        reference = ReferenceRunner(config(family, place), place.dtype)
+        gpu = GpuRunner(reference)
+        traffic = Traffic(np.random.default_rng(11))
+        worst = compare(reference, gpu, traffic, STEPS, place.tolerance, graphs=family not in WITHOUT_GRAPHS)
+        assert worst > 0  # two computations, not one
+        assert all(traffic.seen[kind] for kind in SHOWN), traffic.seen

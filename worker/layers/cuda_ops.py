@@ -1,0 +1,67 @@
+"""Arithmetic of the cuda device: cuBLAS for matrix products, FlashInfer and Triton for what is fused, else torch."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - everyone's name for it
+
+from worker.attention.flashinfer_api import library
+
+
+class CudaOps:
+    """See `Ops`. Nothing here waits for the device, so all of it can be captured in a CUDA graph.
+
+    Without the law: cuBLAS chooses kernels by the number of rows.
+    """
+
+    row_multiple = 1
+
+    def __init__(self) -> None:
+        api = library()
+        self._flashinfer = api.flashinfer
+        self._kernels = api.kernels
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """A float32 weight that holds only 16-bit numbers is kept in 16 bits: half the memory, and tensor cores."""
+        if weight.dtype == torch.float32:
+            for dtype in (torch.bfloat16, torch.float16):
+                narrow = weight.to(dtype)
+                if torch.equal(narrow.float(), weight):
+                    return narrow
+        return weight
+
+    def linear(self, x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+        """As the protocol says. A float32 x beside a narrowed weight was widened from the weight's dtype itself."""
+        if x.dtype != packed.dtype:
+            return torch.mm(x.to(packed.dtype), packed.t(), out_dtype=x.dtype)
+        return F.linear(x, packed)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        normed: torch.Tensor = self._flashinfer.rmsnorm(x, weight, eps)
+        return normed
+
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        self._kernels.rotate(x, positions, cos, sin)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        self._flashinfer.silu_and_mul(gate_up, out=out)
+        return out
+
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        self._flashinfer.gelu_tanh_and_mul(gate_up, out=out)
+        return out
+
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x, approximate="tanh")
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+    def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        return cap * torch.tanh(x / cap)
+
+    def route(self, logits: torch.Tensor, count: int, renormalise: bool) -> torch.Tensor:
+        probabilities = logits.softmax(-1)
+        chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+        kept = torch.zeros_like(probabilities).scatter_(1, chosen, probabilities.gather(1, chosen))
+        return kept / kept.sum(-1, keepdim=True) if renormalise else kept
