@@ -159,8 +159,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path, changes: dic
 
 
 def test_unknown_architectures_and_parts_of_files_are_refused(tmp_path: Path) -> None:
-    path = tiny_gguf.write(tmp_path / "m.gguf", tiny_gguf.metadata("gemma2"), architecture="gemma2")
-    with pytest.raises(ModelError, match=r"general\.architecture 'gemma2' is not supported"):
+    path = tiny_gguf.write(tmp_path / "m.gguf", tiny_gguf.metadata("phi3"), architecture="phi3")
+    with pytest.raises(ModelError, match=r"general\.architecture 'phi3' is not supported"):
         prepare(str(path))
     path = tiny_gguf.write(tmp_path / "m.gguf", tiny_gguf.metadata() | {"split.count": 3})
     with pytest.raises(ModelError, match=r"split\.count"):

@@ -9,9 +9,10 @@ from gguf.constants import GGMLQuantizationType
 
 from engine.models.fields import Fields
 from engine.models.gguf_file import GgufHeader
+from engine.models.gguf_gemma import gemma_fields
 from proto.model import ModelConfig, RopeConfig
 
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
 _DTYPES = {
     GGMLQuantizationType.F32: "float32",
     GGMLQuantizationType.F16: "float16",
@@ -47,6 +48,16 @@ def gguf_config(header: GgufHeader) -> ModelConfig:
     if num_heads % num_kv_heads:
         raise keys.error("attention.head_count_kv", f"{num_kv_heads} does not divide attention.head_count {num_heads}")
     window = keys.integer("attention.sliding_window", 0, minimum=0)
+    own_fields: dict[str, Any] = {"windows": (window,) * num_layers if window else ()}
+    if architecture in ("gemma2", "gemma3"):
+        own_fields = gemma_fields(
+            keys,
+            architecture,
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            num_layers=num_layers,
+        )
     return ModelConfig(
         family="mistral" if window and architecture == "llama" else architecture,
         vocab_size=vocab_size,
@@ -63,9 +74,9 @@ def gguf_config(header: GgufHeader) -> ModelConfig:
         out_bias="blk.0.attn_output.bias" in header.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in header.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in header.tensors,
-        windows=(window,) * num_layers if window else (),
         rope=_rope(header, keys, head_dim),
         dtype=_dtype(header),
+        **own_fields,
     )
 
 

@@ -18,7 +18,7 @@ from worker.layers.norm import RMSNorm
 from worker.layers.ops import Ops
 from worker.layers.parameter import Parameter
 from worker.layers.rope import Rope
-from worker.models.llama import HUGGING_FACE_NAMES, Attention, Llama
+from worker.models.llama import GGUF_NAMES, HUGGING_FACE_NAMES, Attention, Llama
 
 NORM_OFFSET = 1.0
 
@@ -77,7 +77,11 @@ class Gemma:
         "model.vision_tower.",
         "model.multi_modal_projector.",
     )
-    gguf_names: ClassVar[dict[str, str]] = {}
+    gguf_names: ClassVar[dict[str, str]] = {
+        **GGUF_NAMES,
+        "layers.{}.attention_post_norm.weight": "blk.{}.post_attention_norm.weight",
+        "layers.{}.mlp_post_norm.weight": "blk.{}.post_ffw_norm.weight",
+    }
 
     def __init__(self, config: ModelConfig, ops: Ops, *, dtype: torch.dtype, max_position: int) -> None:
         if config.hidden_act != "gelu_pytorch_tanh":
