@@ -60,6 +60,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_num_seqs: int
     max_num_batched_tokens: int
     threads: int | None  # None = one for each core
+    pipeline_depth: int = 2  # cuda: steps in flight, whose host memory is made ready at start
+    enforce_eager: bool = False  # cuda: no CUDA graphs
 
 
 Options = ServerOptions | TokenizerOptions | DetokenizerOptions | SchedulerOptions | WorkerOptions

@@ -1,5 +1,6 @@
 """What the loop asks of a device, real or simulated, and the account of its time."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,13 @@ class Completion:
     due: int
 
 
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """An answer that the device has yet to give: `wait`, called by the output thread, returns when it is there."""
+
+    wait: Callable[[], StepResult]
+
+
 class Device(Protocol):
     """Runs plans in order. All calls come from one thread."""
 
@@ -33,7 +41,7 @@ class Device(Protocol):
     def reset(self, epoch: int) -> None:
         """Forget all slots; the next plan is the first of `epoch`."""
 
-    def launch(self, plan: StepPlan) -> Completion | None:
+    def launch(self, plan: StepPlan) -> Completion | Deferred | None:
         """Start a step; None when the plan is refused in silence."""
 
 

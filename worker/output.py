@@ -11,7 +11,7 @@ import threading
 import time
 
 from proto.channel import Address, Context, Outbox
-from worker.device import Completion
+from worker.device import Completion, Deferred
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +27,12 @@ class OutputThread:
     def __init__(self, run_dir: str, sender: Address, incarnation: int, to: Address) -> None:
         self._context = Context()
         self._outbox = Outbox(self._context, run_dir, sender, incarnation, to)
-        self._queue: queue.SimpleQueue[Completion | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Completion | Deferred | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
 
-    def put(self, completion: Completion) -> None:
-        """Send a message at its time. Due times never decrease."""
+    def put(self, completion: Completion | Deferred) -> None:
+        """Send a message at its time, or once the device has it. Due times never decrease."""
         self._queue.put(completion)
 
     def aim(self, incarnation: int) -> None:
@@ -51,13 +51,16 @@ class OutputThread:
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
         try:
             while (completion := self._next()) is not None:
-                sleep_until(completion.due)
-                self._outbox.send(completion.message)
+                if isinstance(completion, Deferred):
+                    self._outbox.send(completion.wait())
+                else:
+                    sleep_until(completion.due)
+                    self._outbox.send(completion.message)
         except Exception:
             log.critical("the output thread dies of a bug", exc_info=True)
             os._exit(4)
 
-    def _next(self) -> Completion | None:
+    def _next(self) -> Completion | Deferred | None:
         while not self._outbox.flush():
             try:
                 return self._queue.get(timeout=_RETRY_SECONDS)

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 # Philox 4×32, 10 rounds: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
-_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
+MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 
@@ -32,11 +32,11 @@ def philox4x32(counter: U64Array, key: U64Array) -> U64Array:
     """
     c0, c1, c2, c3 = counter.T
     k0, k1 = key.T
-    for round_ in range(_ROUNDS):
-        key0 = (k0 + np.uint64(round_ * _WEYL[0])) & _LOW
-        key1 = (k1 + np.uint64(round_ * _WEYL[1])) & _LOW
-        product0 = c0 * _MULTIPLIERS[0]
-        product1 = c2 * _MULTIPLIERS[1]
+    for round_ in range(ROUNDS):
+        key0 = (k0 + np.uint64(round_ * WEYL[0])) & _LOW
+        key1 = (k1 + np.uint64(round_ * WEYL[1])) & _LOW
+        product0 = c0 * MULTIPLIERS[0]
+        product1 = c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             (product1 >> _SHIFT) ^ c1 ^ key0,
             product1 & _LOW,

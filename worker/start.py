@@ -19,7 +19,7 @@ def play(stage: Stage) -> NoReturn:
     options = stage.options
     assert isinstance(options, WorkerOptions)
     try:
-        device = _simulate(options) if options.device.startswith("sim:") else _load(stage, options)
+        device = _device(stage, options)
     except DeviceError as error:
         log.critical("%s", error)
         stage.exit(_CANNOT)
@@ -31,23 +31,27 @@ def play(stage: Stage) -> NoReturn:
     stage.run(loop)
 
 
-def _simulate(options: WorkerOptions) -> Device:
-    from worker.simulated import SimulatedDevice
+def _device(stage: Stage, options: WorkerOptions) -> Device:
+    """Ready to run plans. Raises DeviceError, which names the file or the option that is at fault."""
+    if options.device.startswith("sim:"):
+        from worker.simulated import SimulatedDevice
 
-    return SimulatedDevice(options)
-
-
-def _load(stage: Stage, options: WorkerOptions) -> Device:
-    """Weights into memory. Raises DeviceError, which names the file or the option that is at fault."""
-    from worker.law import LawError
-    from worker.loader import LoadError
-    from worker.runner import Runner
-    from worker.torch_forward import TorchForward
+        return SimulatedDevice(options)
 
     def progress(text: str, done: int = 0, total: int = 0) -> None:
         stage.progress(text, done, total)
         if stage.stopping:  # a SIGTERM came meanwhile
             stage.exit(0)
+
+    if options.device == "cuda":
+        from worker.cuda.start import start
+
+        return start(options, progress)
+
+    from worker.law import LawError
+    from worker.loader import LoadError
+    from worker.runner import Runner
+    from worker.torch_forward import TorchForward
 
     try:
         return Runner(TorchForward.load(options, progress), options)

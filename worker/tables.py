@@ -41,6 +41,8 @@ class SlotTables:
         self._arange = np.arange(max_slots + 1, dtype=np.int32)
         self._rows = self._start_decode(_NOTHING)  # the decode rows of the last plan
         self._rows_sampling = self._sampling[:0]
+        # Of the last plan's appended pages: the place of each in its slot's page table.
+        self.append_at = _NOTHING
 
     def reset(self) -> None:
         """Free every slot."""
@@ -137,6 +139,7 @@ class SlotTables:
         slots, pages = column(plan.append_slots), column(plan.append_pages)
         if len(slots) != len(pages):
             raise PlanError(f"appends {len(pages)} pages to {len(slots)} slots")
+        self.append_at = _NOTHING
         if not len(slots):
             return
         self._check_slots(slots, "appends a page to")
@@ -146,6 +149,7 @@ class SlotTables:
         if at.max() >= self._pages.shape[1]:
             raise PlanError(f"appends more than {self._pages.shape[1]} pages to slot {int(slots[at.argmax()])}")
         self._pages[slots, at] = pages
+        self.append_at = at
         np.add.at(self._page_counts, slots, 1)
 
     def _decode(self, plan: StepPlan) -> StepBatch:

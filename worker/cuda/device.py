@@ -1,0 +1,328 @@
+"""A GPU that runs steps one behind another on a stream, while the host goes on to the next plan."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from proto.channel import encode
+from proto.config import WorkerOptions
+from proto.messages import StepPlan, StepResult, TokenLogprobs, column
+from worker.batch import I32Array, StepBatch
+from worker.cuda.frames import Frame, Frames, Span
+from worker.cuda.graphs import DecodeGraphs
+from worker.cuda.sampling import Mode, SamplingTable, token_logprobs
+from worker.cuda.step import GpuStep, MixedInputs
+from worker.device import Completion, Deferred, StepClock
+from worker.sampler import GREEDY_TEMPERATURE, SamplingRows
+from worker.sequence import PlanSequence
+from worker.tables import SlotTables
+
+MASKED_IDS_PER_ROW = 1280  # stop ids that rows may forbid on average: a caller's 1024 and the model's own
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a device was found to have room for."""
+
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    vocab_size: int
+    kv_bytes_per_token: int
+    dtype: str
+
+    @property
+    def pages_per_slot(self) -> int:
+        """One to spare: a row at its end may hold the page of a token that never comes."""
+        return -(-self.max_model_len // self.page_size) + 1
+
+
+def words_of_a_step(options: WorkerOptions, pages_per_slot: int) -> int:
+    """Words of metadata that the largest step may bring."""
+    rows, tokens = options.max_num_seqs, max(options.max_num_batched_tokens, options.max_num_seqs)
+    return (
+        2 * rows  # sampled rows
+        + 3 * tokens + 3 * rows + 1  # `MixedInputs`
+        + 2 * rows * pages_per_slot  # pages that a plan may place
+        + (1 + SamplingTable.WORDS) * rows
+        + 2 * rows * MASKED_IDS_PER_ROW
+        + rows  # that want log-probabilities
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Where a plan's parts lie in the step's inputs. Empty spans: nothing of the kind."""
+
+    words: int
+    bucket: int  # of sampled rows; 0 = none
+    mixed: MixedInputs | None
+    kv_indptr: Span | None  # of a graph whose page ids must be built anew
+    page_places: Span
+    page_ids: Span
+    sampling_slots: Span
+    sampling: Span
+    masked_rows: Span
+    masked_ids: Span
+    logprob_rows: Span
+
+
+class CudaDevice:
+    """Implements `worker.device.Device`. Made by `worker.cuda.start.start`.
+
+    Host tables follow the plans as on every device; slots' pages, newest tokens and sampling parameters are kept on the
+    device too, by the same deltas. Nothing here waits for the device: what a step's host memory may be used for again
+    is decided by the output thread, in `Deferred.wait`.
+    """
+
+    device = "cuda"
+
+    def __init__(
+        self,
+        options: WorkerOptions,
+        sizes: Sizes,
+        step: GpuStep,
+        graphs: DecodeGraphs | None,
+        compute: torch.cuda.Stream,
+    ) -> None:
+        self.num_pages = sizes.num_pages
+        self.page_size = sizes.page_size
+        self.max_model_len = sizes.max_model_len
+        self.vocab_size = sizes.vocab_size
+        self.kv_bytes_per_token = sizes.kv_bytes_per_token
+        self.dtype = sizes.dtype
+        self.clock = StepClock()
+        self._step = step
+        self._graphs = graphs
+        self._compute = compute
+        self._copies = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._sequence = PlanSequence()
+        self._tables = SlotTables(
+            max_slots=options.max_num_seqs,
+            num_pages=sizes.num_pages,
+            page_size=sizes.page_size,
+            max_model_len=sizes.max_model_len,
+            vocab_size=sizes.vocab_size,
+        )
+        self._pages_per_slot = step.state.pages.shape[1]
+        # One more than steps in flight, since the output thread keeps the last one for the time of its end.
+        self._frames = Frames(options.pipeline_depth + 1, step.inputs.numel(), options.max_num_seqs)
+        self._last: Frame | None = None  # of the step before, with the output thread
+        self._read: torch.cuda.Event | None = None  # what was drawn last has been copied
+
+    def reset(self, epoch: int) -> None:
+        """Forget all slots; the next plan is the first of `epoch`. What is in flight ends on its own."""
+        self._sequence.reset(epoch)
+        self._tables.reset()
+
+    def launch(self, plan: StepPlan) -> Completion | Deferred | None:
+        """Queue a step behind those launched before. Raises PlanError."""
+        if not self._sequence.follows(plan):
+            refusal = self._sequence.refuse(plan)
+            return None if refusal is None else Completion(refusal, due=0)
+        waited = self._tables.running_through(plan)
+        batch = self._tables.apply(plan)
+        rows = self._tables.sampling_rows(batch)
+        frame = self._frames.take()
+        packed = self._pack(frame, plan, batch, rows)
+        with torch.inference_mode(), torch.cuda.stream(self._compute):
+            frame.started.record()
+            self._step.inputs[: packed.words].copy_(frame.words[: packed.words], non_blocking=True)
+            self._update(packed)
+            self._forward(batch, packed)
+            logprobs = self._sample(batch, rows, packed)
+            frame.ended.record()
+        self._fetch(frame, len(rows.slots), logprobs)
+        return Deferred(lambda: self._finish(frame, plan, rows, waited))
+
+    # ------------------------------------------------------------------ host to device
+
+    def _pack(self, frame: Frame, plan: StepPlan, batch: StepBatch, rows: SamplingRows) -> _Packed:
+        """Write what the device must be told into the frame."""
+        graphs = self._graphs
+        sampled = len(rows.slots)
+        bucket = graphs.bucket(sampled) if graphs is not None and sampled else sampled
+        padding = self._step.state.padding_slot
+        frame.put(rows.slots, size=bucket, fill=padding)
+        frame.put(batch.positions[batch.logit_tokens], size=bucket)
+        mixed = kv_indptr = None
+        if graphs is None or batch.decode_rows < len(batch.slots):
+            mixed = self._pack_mixed(frame, batch) if len(batch.slots) else None
+        elif bucket and not self._step.holds_indices(batch, bucket):
+            end = batch.kv_indptr[-1]
+            more = np.arange(end + 1, end + 1 + bucket - sampled, dtype=np.int32)  # a page for each padding row
+            kv_indptr = frame.put(np.concatenate([batch.kv_indptr, more]))
+        places, pages = self._placed_pages(plan)
+        wanted = np.flatnonzero(rows.params["logprobs"] >= 0).astype(np.int32)
+        masked_rows = np.repeat(
+            np.array([row for row, _ in rows.masked], np.int32), [len(ids) for _, ids in rows.masked]
+        )
+        masked_ids = np.concatenate([ids for _, ids in rows.masked]) if rows.masked else masked_rows
+        return _Packed(
+            bucket=bucket,
+            mixed=mixed,
+            kv_indptr=kv_indptr,
+            page_places=frame.put(places),
+            page_ids=frame.put(pages),
+            sampling_slots=frame.put(np.array([row.slot for row in plan.admits], np.int32)),
+            sampling=frame.put(_sampling_words(plan)),
+            masked_rows=frame.put(masked_rows),
+            masked_ids=frame.put(masked_ids),
+            logprob_rows=frame.put(wanted),
+            words=frame.used,
+        )
+
+    def _pack_mixed(self, frame: Frame, batch: StepBatch) -> MixedInputs:
+        return MixedInputs(
+            slots=frame.put(np.repeat(batch.slots, np.diff(batch.qo_indptr))),
+            positions=frame.put(batch.positions),
+            ids=frame.put(batch.token_ids),
+            row_slots=frame.put(batch.slots),
+            kv_indptr=frame.put(batch.kv_indptr),
+            logit_tokens=frame.put(batch.logit_tokens),
+        )
+
+    def _placed_pages(self, plan: StepPlan) -> tuple[I32Array, I32Array]:
+        """Pages that the plan adds to slots: their places in `SlotState.pages`, and their ids."""
+        width = self._pages_per_slot
+        places = [column(plan.append_slots) * np.int32(width) + self._tables.append_at]
+        pages = [column(plan.append_pages)]
+        for row in plan.admits:
+            ids = column(row.pages)
+            places.append(np.arange(row.slot * width, row.slot * width + len(ids), dtype=np.int32))
+            pages.append(ids)
+        return np.concatenate(places), np.concatenate(pages)
+
+    def _update(self, packed: _Packed) -> None:
+        """Bring the slots on the device up to date."""
+        step = self._step
+        if not _empty(packed.page_places):
+            step.state.place_pages(step.view(packed.page_places), step.view(packed.page_ids))
+        if not _empty(packed.sampling_slots):
+            step.state.set_sampling(step.view(packed.sampling_slots), step.view(packed.sampling))
+
+    # ------------------------------------------------------------------ arithmetic
+
+    def _forward(self, batch: StepBatch, packed: _Packed) -> None:
+        if packed.mixed is not None:
+            self._step.mixed(batch, packed.mixed)
+        elif self._graphs is not None and packed.bucket:
+            if packed.kv_indptr is not None:
+                count = int(batch.kv_indptr[-1]) + packed.bucket - len(batch.slots)
+                self._step.place_indices(batch, packed.bucket, (0, packed.bucket), packed.kv_indptr, count)
+            self._step.attention.plan_graph(batch, packed.bucket)
+            self._graphs.decode(packed.bucket)
+
+    def _sample(self, batch: StepBatch, rows: SamplingRows, packed: _Packed) -> torch.Tensor | None:
+        """Draw the step's ids. Returns float64 [n, 1 + 2k] of rows that want log-probabilities: see `_logprobs`."""
+        if not packed.bucket:
+            return None
+        step = self._step
+        count = int(rows.params["logprobs"].max())
+        raw = None
+        if count >= 0:  # of raw logits: taken before ids are forbidden
+            wanted = step.view(packed.logprob_rows)
+            raw = token_logprobs(step.logits[wanted], count)
+        if not _empty(packed.masked_rows):
+            step.mask(packed.masked_rows, packed.masked_ids)
+        if self._read is not None:  # the copy of what the last step drew, long done
+            self._compute.wait_event(self._read)
+        mode = _mode(rows)
+        if self._graphs is not None:
+            self._graphs.sample(packed.bucket, mode)
+        else:
+            step.sample(packed.bucket, mode)
+        if raw is None:
+            return None
+        ids, values, offsets = raw
+        chosen = step.logits[wanted, step.drawn[wanted, 0]].double() - offsets
+        return torch.cat([chosen[:, None], values, ids.double()], dim=1)
+
+    # ------------------------------------------------------------------ device to host
+
+    def _fetch(self, frame: Frame, sampled: int, logprobs: torch.Tensor | None) -> None:
+        """Copy what was drawn, on a stream of its own, so that no step waits for it."""
+        self._copies.wait_event(frame.ended)
+        with torch.inference_mode(), torch.cuda.stream(self._copies):
+            if sampled:
+                frame.drawn[:sampled].copy_(self._step.drawn[:sampled], non_blocking=True)
+            if logprobs is not None:
+                frame.on_device = logprobs
+                frame.logprobs_of(*logprobs.shape).copy_(logprobs, non_blocking=True)
+            frame.arrived.record()
+        self._read = frame.arrived
+
+    def _finish(self, frame: Frame, plan: StepPlan, rows: SamplingRows, waited: bool) -> StepResult:
+        """Called by the output thread, step after step: wait for the copy and say what it brought."""
+        frame.arrived.synchronize()
+        drawn = frame.drawn.numpy()[: len(rows.slots)]
+        ids, statuses = drawn[:, 0].copy(), drawn[:, 1].astype(np.uint8)
+        logprobs = _logprobs(frame, rows, statuses)
+        idle = self._account(frame, waited, len(ids))
+        return StepResult(
+            epoch=plan.epoch,
+            step=plan.step,
+            ids=ids.tobytes(),
+            counts=b"",
+            statuses=statuses.tobytes() if statuses.any() else b"",
+            logprobs=logprobs,
+            device_ns=self.clock.last_ns,
+            idle_ns=idle,
+        )
+
+    def _account(self, frame: Frame, waited: bool, tokens: int) -> int:
+        """Enter the step into the clock by the device's own times; frees the frame before it. Returns idle ns."""
+        gap = 0.0 if self._last is None else self._last.ended.elapsed_time(frame.started)
+        start = (self.clock.free_at or time.monotonic_ns()) + int(gap * 1e6)
+        idle = self.clock.record(start, start + int(frame.started.elapsed_time(frame.ended) * 1e6), waited, tokens)
+        if self._last is not None:
+            self._frames.give(self._last)
+        self._last = frame
+        return idle
+
+
+def _empty(span: Span) -> bool:
+    return span[0] == span[1]
+
+
+def _mode(rows: SamplingRows) -> Mode:
+    """The least that these rows' sampling must do."""
+    params = rows.params
+    draws = params["temperature"] >= GREEDY_TEMPERATURE
+    if not draws.any():
+        return Mode.GREEDY
+    filters = (params["top_k"] > 0) | (params["top_p"] < 1.0) | (params["min_p"] > 0.0)
+    return Mode.FILTERED if (draws & filters).any() else Mode.PLAIN
+
+
+_SAMPLING = np.dtype(
+    [("seed", "u8"), ("temperature", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("top_k", "i4"), ("unused", "i4")]
+)
+
+
+def _sampling_words(plan: StepPlan) -> I32Array:
+    """Rows of `SamplingTable` of the requests that the plan admits, one after another."""
+    settings = [row.sampling for row in plan.admits]
+    table = np.array([(s.seed, s.temperature, s.top_p, s.min_p, s.top_k, 0) for s in settings], _SAMPLING)
+    return table.view(np.int32)
+
+
+def _logprobs(frame: Frame, rows: SamplingRows, statuses: np.ndarray) -> tuple[tuple[int, bytes], ...]:
+    """Encoded TokenLogprobs of rows that want them and have a token, as `worker.sampler.sample` gives them."""
+    wanted = np.flatnonzero(rows.params["logprobs"] >= 0)
+    if not len(wanted):
+        return ()
+    most = int(rows.params["logprobs"].max())
+    values = frame.logprobs_of(len(wanted), 1 + 2 * most).numpy()
+    found = []
+    for row, line in zip(wanted.tolist(), values, strict=True):
+        count = int(rows.params["logprobs"][row])
+        if statuses[row]:
+            continue
+        top = line[1 : 1 + count].tolist()
+        ids = line[1 + most : 1 + most + count].astype(np.int32)
+        message = TokenLogprobs(chosen=(float(line[0]),), top_ids=(ids.tobytes(),), top_logprobs=(tuple(top),))
+        found.append((row, encode(message)))
+    return tuple(found)

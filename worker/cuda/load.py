@@ -1,0 +1,62 @@
+"""Weights into device memory."""
+
+import torch
+
+from proto.config import WorkerOptions
+from proto.model import ModelManifest
+from worker.device import DeviceError
+from worker.layers.cuda_ops import CudaOps
+from worker.loader.errors import LoadError
+from worker.loader.load import Progress, fill_dummy, load_checkpoint
+from worker.models import FAMILIES
+from worker.models.base import Model
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def require_cuda() -> None:
+    """Raises DeviceError, naming what this machine lacks."""
+    if not torch.cuda.is_available():
+        lack = "this torch was built for CPUs only" if torch.version.cuda is None else "no GPU or no driver for it"
+        raise DeviceError(f"--device cuda: {lack}; `quintet doctor` lists what is missing")
+
+
+def resolve_dtype(wanted: str, checkpoint: str) -> torch.dtype:
+    """The dtype to compute in. "auto" is the checkpoint's own, and bfloat16 for float32. Raises DeviceError."""
+    if wanted == "auto":
+        return DTYPES[checkpoint] if checkpoint in ("bfloat16", "float16") else torch.bfloat16
+    if wanted not in DTYPES:
+        raise DeviceError(f"--dtype {wanted} is none of auto, {', '.join(DTYPES)}")
+    return DTYPES[wanted]
+
+
+def load_model(options: WorkerOptions, dtype: torch.dtype, max_position: int, progress: Progress) -> Model:
+    """The model on the current device, filled and packed. Raises LoadError."""
+    manifest = options.manifest
+    model = _build(manifest, dtype, max_position)
+    if options.load_format == "dummy":
+        _fill_dummy(model, options.seed)
+    else:
+        load_checkpoint(manifest, model.parameters(), progress)
+    model.pack()
+    return model
+
+
+def _build(manifest: ModelManifest, dtype: torch.dtype, max_position: int) -> Model:
+    family = manifest.config.family
+    if family not in FAMILIES:
+        raise LoadError(f"{manifest.source}: family {family!r} is not one of {', '.join(FAMILIES)}")
+    try:
+        with torch.device("cuda"):
+            return FAMILIES[family](manifest.config, CudaOps(), dtype=dtype, max_position=max_position)
+    except ValueError as error:
+        raise LoadError(f"{manifest.source}: {error}") from error
+
+
+def _fill_dummy(model: Model, seed: int) -> None:
+    """The random weights that the CPU would get: drawn there, since a GPU's generator gives others."""
+    places = model.parameters()
+    drawn = [type(p)(p.name, torch.empty(p.tensor.shape, dtype=p.tensor.dtype), p.offset) for p in places]
+    fill_dummy(drawn, seed)
+    for place, values in zip(places, drawn, strict=True):
+        place.tensor.copy_(values.tensor)

@@ -1,0 +1,52 @@
+"""How many KV pages a GPU has room for, from what was measured on it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from proto.config import WorkerOptions
+from worker.device import DeviceError
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Bytes of device memory."""
+
+    total: int
+    before: int  # in use before the pool is made: weights, and whatever other processes hold
+    attention: int  # attention's buffers beside the pages
+    peak: int  # that the largest step needs at its height, and gives back
+    graphs: int  # that captured graphs keep
+
+
+def pool_pages(options: WorkerOptions, measured: Measured, page_bytes: int) -> int:
+    """KV pages, the dummy page not counted. Raises DeviceError, saying what fills the memory.
+
+    `--num-pages` and `--kv-cache-memory-bytes` are obeyed as they are.
+    """
+    if options.num_pages is not None:
+        return options.num_pages
+    if options.kv_bytes is not None:
+        room = options.kv_bytes
+    else:
+        share = int(measured.total * options.gpu_memory_utilization)
+        room = share - measured.before - measured.attention - measured.peak - measured.graphs - page_bytes
+    pages = room // page_bytes
+    if pages < 1:
+        m = measured
+        raise DeviceError(
+            f"no room for KV memory: --gpu-memory-utilization {options.gpu_memory_utilization} of {_gb(m.total)}, of "
+            f"which weights and others take {_gb(m.before)}, buffers {_gb(m.attention)}, steps {_gb(m.peak)}, "
+            f"graphs {_gb(m.graphs)}; one page needs {page_bytes} bytes"
+        )
+    return pages
+
+
+def used_memory() -> int:
+    """Bytes of the device that anyone uses now."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"

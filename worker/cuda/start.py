@@ -1,0 +1,172 @@
+"""From options to a GPU that is ready: weights, the size of the pool by measurement, graphs."""
+
+import gc
+import logging
+
+import numpy as np
+import torch
+
+from proto.config import WorkerOptions
+from worker.attention.base import AttentionShape
+from worker.attention.flashinfer import FlashInferAttention, Limits
+from worker.attention.flashinfer_api import FlashInferError
+from worker.cuda.device import CudaDevice, Sizes, words_of_a_step
+from worker.cuda.graphs import DecodeGraphs, Progress
+from worker.cuda.load import load_model, require_cuda, resolve_dtype
+from worker.cuda.memory import Measured, pool_pages, used_memory
+from worker.cuda.sampling import Mode
+from worker.cuda.state import SlotState
+from worker.cuda.step import GpuStep
+from worker.device import DeviceError
+from worker.law import step as prompts_step
+from worker.loader.errors import LoadError
+from worker.models.base import Model
+
+log = logging.getLogger(__name__)
+
+
+def start(options: WorkerOptions, progress: Progress) -> CudaDevice:
+    """Load, measure, allocate, capture. Raises DeviceError, naming what is missing or the flag or file at fault."""
+    require_cuda()
+    try:
+        return _Start(options, progress).device()
+    except (LoadError, FlashInferError) as error:
+        raise DeviceError(str(error)) from error
+
+
+class _Start:
+    """The steps of a start. The pool is made twice: small, to measure what else needs room, then for good."""
+
+    def __init__(self, options: WorkerOptions, progress: Progress) -> None:
+        config = options.manifest.config
+        self._options = options
+        self._progress = progress
+        self._dtype = resolve_dtype(options.dtype, config.dtype)
+        self._page_bytes = config.kv_bytes_per_token(self._dtype.itemsize) * options.page_size
+        self._wanted_len = options.max_model_len or config.max_position_embeddings
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._model: Model = load_model(options, self._dtype, self._wanted_len, progress)
+
+    def device(self) -> CudaDevice:
+        options = self._options
+        fixed = options.num_pages is not None or options.kv_bytes is not None
+        pages = pool_pages(options, _NOTHING if fixed else self._measure(), self._page_bytes)
+        sizes = self._sizes(pages, min(self._wanted_len, pages * options.page_size))
+        step = self._step(sizes)
+        graphs = self._capture(step)
+        return CudaDevice(options, sizes, step, graphs, self._stream)
+
+    def _sizes(self, pages: int, max_model_len: int) -> Sizes:
+        options = self._options
+        return Sizes(
+            num_pages=pages,
+            page_size=options.page_size,
+            max_model_len=max_model_len,
+            vocab_size=options.manifest.config.vocab_size,
+            kv_bytes_per_token=self._page_bytes // options.page_size,
+            dtype=str(self._dtype).removeprefix("torch."),
+        )
+
+    def _step(self, sizes: Sizes) -> GpuStep:
+        options, config = self._options, self._options.manifest.config
+        shape = AttentionShape(
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            windows=config.windows,
+            page_size=options.page_size,
+            num_pages=sizes.num_pages,
+            dtype=self._dtype,
+            scale=config.attention_scale or config.head_dim**-0.5,
+            logits_soft_cap=config.attention_soft_cap,
+            alibi=config.alibi,
+        )
+        rows = options.max_num_seqs
+        limits = Limits(
+            max_rows=rows,
+            max_tokens=max(options.max_num_batched_tokens, rows),
+            max_pages_per_row=sizes.pages_per_slot,
+            depth=options.pipeline_depth + 1,
+        )
+        with torch.cuda.stream(self._stream):
+            attention = FlashInferAttention(shape, limits)
+            device = torch.device("cuda")
+            state = SlotState(rows, sizes.pages_per_slot, options.page_size, attention.dummy_page, device)
+            return GpuStep(
+                self._model,
+                attention,
+                state,
+                max_rows=rows,
+                vocab_size=sizes.vocab_size,
+                words=words_of_a_step(options, sizes.pages_per_slot),
+            )
+
+    def _capture(self, step: GpuStep) -> DecodeGraphs | None:
+        if self._options.enforce_eager:
+            return None
+        graphs = DecodeGraphs(step, self._stream, self._options.max_num_seqs)
+        graphs.capture(graphs.sizes, self._progress)
+        return graphs
+
+    # ------------------------------------------------------------------ measuring
+
+    def _measure(self) -> Measured:
+        """What everything but the pool takes, found with a pool that just holds the largest step."""
+        options = self._options
+        self._progress("measuring device memory", 0, 0)
+        lengths = self._prompts()
+        pages = sum(-(-length // options.page_size) for length in lengths)
+        before = used_memory()
+        step = self._step(self._sizes(pages, self._wanted_len))
+        attention = used_memory() - before - (pages + 1) * self._page_bytes
+        peak = self._peak(step, lengths)
+        captured = used_memory()
+        graphs = self._capture_largest(step)
+        kept = used_memory() - captured
+        del step, graphs
+        gc.collect()
+        torch.cuda.empty_cache()
+        _, total = torch.cuda.mem_get_info()
+        measured = Measured(total=total, before=before, attention=attention, peak=peak, graphs=max(kept, 0))
+        log.info("device memory in bytes: %s", measured)
+        return measured
+
+    def _prompts(self) -> list[int]:
+        """Lengths of prompts that fill the largest step."""
+        tokens, longest = self._options.max_num_batched_tokens, self._wanted_len
+        return [min(longest, tokens - at) for at in range(0, tokens, longest)][: self._options.max_num_seqs]
+
+    def _peak(self, step: GpuStep, lengths: list[int]) -> int:
+        """Bytes that the largest step holds at its height, beyond what is there before it."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        standing = torch.cuda.memory_allocated()
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            _run_prompts(step, lengths, self._options.page_size)
+            step.sample(self._options.max_num_seqs, Mode.FILTERED)
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated()) - int(standing)
+
+    def _capture_largest(self, step: GpuStep) -> DecodeGraphs | None:
+        """The graphs of the largest bucket, in whose memory those of the others fit."""
+        if self._options.enforce_eager:
+            return None
+        graphs = DecodeGraphs(step, self._stream, self._options.max_num_seqs)
+        graphs.capture(graphs.sizes[-1:], self._progress)
+        torch.cuda.synchronize()
+        return graphs
+
+
+_NOTHING = Measured(total=0, before=0, attention=0, peak=0, graphs=0)
+
+
+def _run_prompts(step: GpuStep, lengths: list[int], page_size: int) -> None:
+    """A forward pass over prompts of zeros, eagerly, with as many rows of logits as a step may want."""
+    batch = prompts_step([np.zeros(n, np.int32) for n in lengths], page_size)
+    step.attention.plan(batch)
+    ids = torch.zeros(len(batch.token_ids), dtype=torch.int32, device="cuda")
+    positions = torch.from_numpy(batch.positions).to("cuda")
+    hidden = step.model.hidden(ids, positions, step.attention)
+    rows = min(len(step.logits), len(hidden))
+    step.logits[:rows].copy_(step.model.logits(hidden[:rows]))
