@@ -1,12 +1,14 @@
 """The simulated device: its roofline against numbers worked out by hand, its clock against a hand-moved one."""
 
+import math
 import time
 
 import msgspec
 import numpy as np
 import pytest
 
-from proto.messages import Desync, StepResult, column
+from proto.channel import decode_as
+from proto.messages import Desync, StepResult, TokenLogprobs, column
 from proto.model import ModelConfig
 from tests.test_worker_runner import MODEL, make_options
 from tests.test_worker_tables import i32, make_admit, make_plan
@@ -228,6 +230,25 @@ def test_ids_follow_from_seed_and_position_and_are_never_an_eos() -> None:
     assert 2 not in drawn
     assert len(drawn) > 25
     assert max(drawn) < MODEL.vocab_size
+
+
+def test_logprobs_are_those_of_equal_words_for_rows_that_want_them() -> None:
+    bench = Bench()
+    rows = []
+    for slot, logprobs in enumerate((-1, 0, 3)):
+        row = make_admit(slot, [1], [slot])
+        rows.append(msgspec.structs.replace(row, sampling=msgspec.structs.replace(row.sampling, logprobs=logprobs)))
+    result = bench.launch(admits=tuple(rows), chunks=i32(0, 1, 1, 1, 1, 1, 2, 1, 1)).message
+    assert isinstance(result, StepResult)
+    assert [row for row, _ in result.logprobs] == [1, 2]
+    chosen, three = (decode_as(payload, TokenLogprobs) for _, payload in result.logprobs)
+    logprob = -math.log(len(bench.device._words))
+    assert chosen == TokenLogprobs((logprob,), (b"",), ((),))
+    assert (three.chosen, three.top_logprobs) == ((logprob,), ((logprob,) * 3,))
+    top = column(three.top_ids[0]).tolist()
+    assert top[0] == column(result.ids)[2]
+    assert len({*top}) == 3
+    assert max(top) < MODEL.vocab_size
 
 
 def test_an_eos_comes_as_often_as_asked() -> None:

@@ -4,14 +4,16 @@ Steps queue on a virtual clock as on a stream: a step starts when it is launched
 ends, whichever is later, so that late wake-ups of this process never stretch the device's own time.
 """
 
+import math
 import time
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
+from proto.channel import encode
 from proto.config import WorkerOptions
-from proto.messages import StepPlan, StepResult
+from proto.messages import I32, StepPlan, StepResult, TokenLogprobs
 from worker.batch import I32Array
 from worker.device import Completion, DeviceError, StepClock
 from worker.random import U64Array
@@ -91,7 +93,7 @@ class SimulatedDevice:
             ids=ids.tobytes(),
             counts=b"",
             statuses=b"",
-            logprobs=(),
+            logprobs=self._uniform_logprobs(rows, ids),
             device_ns=duration,
             idle_ns=idle,
         )
@@ -105,6 +107,19 @@ class SimulatedDevice:
             ends = ((numbers & np.uint64(0xFFFFFFFF)) < self._eos_below) & (rows.positions >= rows.params["min_len"])
             ids[ends] = self._eos_id
         return ids
+
+    def _uniform_logprobs(self, rows: SamplingRows, ids: I32Array) -> tuple[tuple[int, bytes], ...]:
+        """Of the distribution that words are drawn from: all alike, so the chosen and its successors stand for the top.
+
+        Encoded (row, TokenLogprobs) of the rows that want them, as the real sampler gives.
+        """
+        logprob = -math.log(len(self._words))
+        encoded = []
+        for row in np.flatnonzero(rows.params["logprobs"] >= 0).tolist():
+            count = min(int(rows.params["logprobs"][row]), self.vocab_size)
+            top = ((int(ids[row]) + np.arange(count)) % self.vocab_size).astype(I32).tobytes()
+            encoded.append((row, encode(TokenLogprobs((logprob,), (top,), ((logprob,) * count,)))))
+        return tuple(encoded)
 
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
