@@ -86,7 +86,7 @@ def read_json(path: Path) -> Fields:
         raise ModelError(f"{path} is missing") from error
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ModelError(f"{path} holds a {type(values).__name__}, not a JSON object")

@@ -75,7 +75,7 @@ def _check(path: Path) -> Counter[str]:
         raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         raw.pop("__metadata__", None)
         entries = {name: msgspec.json.decode(value, type=_Entry) for name, value in raw.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{path} is damaged: its header is not what safetensors writes: {error}") from error
     end = 8 + length + max((entry.data_offsets[1] for entry in entries.values()), default=0)
     if end != size:
