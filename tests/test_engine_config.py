@@ -47,6 +47,8 @@ def options(config: ServeConfig, kind: StageKind) -> object:
         (["--swap-space", "4"], "argument --swap-space: 4 is not built yet; supported: 0"),
         (["--device", "cuda"], "argument --device: 'cuda' is not built yet; supported: cpu, reference, sim:"),
         (["--dtype", "float16"], "argument --dtype: 'float16' is not built yet; supported: auto, bfloat16"),
+        (["--model", ""], "argument --model: a name must not be empty"),
+        (["--served-model-name", "a", ""], "argument --served-model-name: a name must not be empty"),
         (["--port", "70000"], "argument --port: 70000 is outside 0..65535"),
         (["--port", "http"], "argument --port: 'http' is not a whole number"),
         (["--max-num-seqs", "0"], "argument --max-num-seqs: 0 is outside 1..65536"),

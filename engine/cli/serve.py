@@ -106,8 +106,12 @@ def config_of(args: argparse.Namespace) -> "ServeConfig":
 
 
 def _add_model_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--model", required=True, help="demo, a Hugging Face directory, a .gguf file, or org/name")
-    group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names that requests use (--model)")
+    group.add_argument(
+        "--model", type=_name, required=True, help="demo, a Hugging Face directory, a .gguf file, or org/name"
+    )
+    group.add_argument(
+        "--served-model-name", type=_name, nargs="+", metavar="NAME", help="names that requests use (--model)"
+    )
     group.add_argument(
         "--device", type=_device, default="cpu", help="cpu, reference (slow, exact), or sim:h200, sim:h100, sim:custom"
     )
@@ -193,6 +197,12 @@ def _only(neutral: str) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+def _name(text: str) -> str:
+    if not text:
+        raise ArgumentTypeError("a name must not be empty")
+    return text
 
 
 def _size(text: str) -> int:
