@@ -259,6 +259,23 @@ def test_wrong_options_are_refused_here() -> None:
         generate_request("hi", wrong)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ("hi", {"seed": -1}, "seed"),
+        ("hi", {"max_new_tokens": 1 << 31}, "max_new_tokens"),
+        ("hi", {"stop_strings": ["a", "\ud800"]}, "stop_strings"),
+        ("hi", {"cache_salt": "\ud800"}, "cache_salt"),
+        ("\ud800", {}, "prompt"),
+        ([1 << 63], {}, "prompt"),
+        ([ChatMessage(role="user", content="\ud800")], {}, "prompt"),
+    ],
+)
+def test_what_no_message_can_hold_is_named(prompt: Prompt, options: Any, field: str) -> None:
+    with pytest.raises(ValueError, match=f"^{field}: "):
+        generate_request(prompt, options)
+
+
 # ------------------------------------------------------------------ errors
 
 

@@ -67,21 +67,8 @@ class Line(msgspec.Struct, forbid_unknown_fields=True):
             raise ValueError(f"exactly one of prompt, token_ids and messages is needed, not {len(prompts)}")
         given = {name: value for name in _OPTION_NAMES if (value := getattr(self, name)) is not None}
         options = cast(GenerateOptions, given)
-        _check_fit(prompts[0], options)
+        generate_request(prompts[0], options)
         return Job(line, record_id, prompts[0], options)
-
-
-def _check_fit(prompt: Prompt, options: GenerateOptions) -> None:
-    """Raises ValueError, with the field's name, for what no message can hold."""
-    try:
-        generate_request(prompt, options)
-    except ValueError as error:
-        for name, value in options.items():
-            try:
-                generate_request("", cast(GenerateOptions, {name: value}))
-            except ValueError as cause:
-                raise ValueError(f"{name}: {cause}") from error
-        raise ValueError(f"prompt: {error}") from error
 
 
 _OPTION_NAMES = tuple(name for name in Line.__struct_fields__ if name in GenerateOptions.__annotations__)

@@ -1,10 +1,13 @@
 """From plain Python values to request messages."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, TypedDict, TypeVar, cast
+
+from google.protobuf.message import Message
 
 from quintet_client.v1 import inference_pb2 as pb
 
+MessageT = TypeVar("MessageT", bound=Message)
 WorkClassName = Literal["chat", "agent", "batch"]
 _WORK_CLASSES: dict[str, pb.WorkClass] = {
     "chat": pb.WORK_CLASS_CHAT,
@@ -62,29 +65,46 @@ _OWN_FIELDS = ("request_id", "model", "logprobs", "priority", "cache_salt", "ski
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
     """The message for a prompt and options.
 
-    Raises TypeError for an unknown option, ValueError for a work class that is none or a value that its
-    field's type cannot hold.
+    Raises TypeError for an unknown option, and ValueError, with the option's name or "prompt", for what no message
+    can hold.
     """
     given: dict[str, Any] = dict(options)
     work_class = given.pop("work_class", None)
     if work_class is not None and work_class not in _WORK_CLASSES:
         raise ValueError(f"work_class {work_class!r} is none of {', '.join(_WORK_CLASSES)}")
-    request = pb.GenerateRequest(
-        sampling=pb.Sampling(**{key: given.pop(key) for key in _SAMPLING_FIELDS if key in given}),
-        stopping=pb.Stopping(**{key: given.pop(key) for key in _STOPPING_FIELDS if key in given}),
-        **{key: given.pop(key) for key in _OWN_FIELDS if key in given},
-    )
+    request = _filled(pb.GenerateRequest, given, _OWN_FIELDS)
+    request.sampling.CopyFrom(_filled(pb.Sampling, given, _SAMPLING_FIELDS))
+    request.stopping.CopyFrom(_filled(pb.Stopping, given, _STOPPING_FIELDS))
     if given:
         raise TypeError(f"unknown options: {', '.join(sorted(given))}")
     if work_class is not None:
         request.work_class = _WORK_CLASSES[work_class]
+    try:
+        _set_prompt(request, prompt)
+    except ValueError as error:
+        raise ValueError(f"prompt: {error}") from error
+    return request
+
+
+def _filled(kind: type[MessageT], given: dict[str, Any], names: Sequence[str]) -> MessageT:
+    """A message of those options that have these names; they are taken out of `given`."""
+    message = kind()
+    for name in names:
+        if name in given:
+            try:
+                message.MergeFrom(kind(**{name: given.pop(name)}))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+    return message
+
+
+def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         request.text = prompt
     elif prompt and isinstance(prompt[0], dict):
         request.chat.CopyFrom(chat(cast(Sequence[ChatMessage], prompt)))
     else:
         request.token_ids.CopyFrom(pb.TokenIds(ids=cast(Sequence[int], prompt)))
-    return request
 
 
 def tokenize_request(
