@@ -5,6 +5,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from engine.cli.streams import give_up_stdout, open_missing
+
 _COMMANDS = {
     "serve": "run a model behind gRPC",
     "generate": "complete a prompt",
@@ -19,17 +21,29 @@ _COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 done, 1 failed, 2 used wrongly."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    open_missing()
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read our output left
+        give_up_stdout()
+        return 1
+    except OSError as error:  # a full disk behind stdout, say; commands explain those of their own files
+        sys.stderr.write(f"quintet: {error.filename + ': ' if error.filename else ''}{error.strerror or error}\n")
+        give_up_stdout()
+        return 1
+    return code
+
+
+def _run(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="quintet", description="LLM inference engine in five processes.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     if words and words[0] in _COMMANDS:
         module = importlib.import_module(f"engine.cli.{words[0]}")
         module.add_parser(commands)
-        args = parser.parse_args(words)
-        try:
-            return int(module.run(args))
-        except KeyboardInterrupt:
-            return 130
+        return int(module.run(parser.parse_args(words)))
     for name, summary in _COMMANDS.items():
         commands.add_parser(name, help=summary, add_help=False)
     parser.parse_args(words)

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 import time
 from contextlib import closing
@@ -56,10 +55,6 @@ def run(args: argparse.Namespace) -> int:
         return INTERRUPTED
     except ValueError as error:  # a number that no message can hold
         complain(str(error))
-        return 1
-    except BrokenPipeError:
-        # Whoever read our output left; the interpreter would complain again when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
