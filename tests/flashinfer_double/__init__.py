@@ -15,8 +15,8 @@ poisoned in the order of the stream that allocated it), fresh memory used as if 
 **Strict.** FlashInfer's classes check dtypes, lengths, order, dtype and shape of q, the frozen shape of a graph
 wrapper, and, when the device gets there, that the schedule in the int workspace is the one of the last `plan` of this
 wrapper and agrees with the metadata in device memory. They raise MetadataError. A host tensor among device tensors
-raises; `.numpy()`, `.tolist()` of a device tensor raise; `.item()`, `.cpu()`, boolean indexing and blocking copies make
-the host wait, which `torch.cuda.set_sync_debug_mode("error")` refuses here too.
+raises, and so does `.numpy()` of a device tensor; `.item()`, `.tolist()`, `.cpu()`, boolean indexing and blocking
+copies make the host wait, which `torch.cuda.set_sync_debug_mode("error")` refuses here too.
 
 **Graphs.** `torch.cuda.graph` records operations with the memory they use. In a capture, waiting, pageable
 copies and `plan` raise CaptureError. `replay` raises if a tensor that the graph uses has died since, or if a wrapper's

@@ -80,6 +80,10 @@ class DeviceTensor(torch.Tensor):
     def is_cuda(self) -> bool:  # type: ignore[override]
         return True
 
+    def tolist(self) -> Any:
+        active().timeline.wait("Tensor.tolist")
+        return self.raw.tolist()
+
     def record_stream(self, stream: Any) -> None:
         self.block.shared = True
 
