@@ -1,5 +1,7 @@
 """Sampling on a device against the CPU's sampler; the same torch operations, run on CPU tensors."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -82,7 +84,7 @@ def test_the_device_draws_the_numbers_of_the_cpu() -> None:
     ],
     ids=str,
 )
-def test_rows_draw_what_the_cpu_draws(params: dict[str, float]) -> None:
+def test_rows_draw_what_the_cpu_draws(params: dict[str, Any]) -> None:
     """The same id, but where the random number falls within rounding of the border between two."""
     logits = random_logits(300)
     rows = make_rows(300, seed=77, **params)
@@ -93,7 +95,7 @@ def test_rows_draw_what_the_cpu_draws(params: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("params", [{"top_k": 3}, {"top_p": 0.75}, {"min_p": 0.3}, {}], ids=str)
-def test_distributions(params: dict[str, float]) -> None:
+def test_distributions(params: dict[str, Any]) -> None:
     logits = torch.from_numpy(logits_of([0.1, 0.4, 0.2, 0.25, 0.05])).expand(4000, 5).contiguous()
     ids, _ = draw(logits, make_rows(4000, seed=5, temperature=1.0, **params))
     expected = {

@@ -44,6 +44,10 @@ class _Start:
         self._dtype = resolve_dtype(options.dtype, config.dtype)
         self._page_bytes = config.kv_bytes_per_token(self._dtype.itemsize) * options.page_size
         self._wanted_len = options.max_model_len or config.max_position_embeddings
+        # A mixture's layers ask the device which experts are in use: no graph can hold that.
+        self._with_graphs = not options.enforce_eager and not config.num_experts
+        if config.num_experts and not options.enforce_eager:
+            log.warning("a mixture of experts runs without CUDA graphs, as with --enforce-eager")
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._model: Model = load_model(options, self._dtype, self._wanted_len, progress)
 
@@ -103,7 +107,7 @@ class _Start:
             )
 
     def _capture(self, step: GpuStep) -> DecodeGraphs | None:
-        if self._options.enforce_eager:
+        if not self._with_graphs:
             return None
         graphs = DecodeGraphs(step, self._stream, self._options.max_num_seqs)
         graphs.capture(graphs.sizes, self._progress)
@@ -150,7 +154,7 @@ class _Start:
 
     def _capture_largest(self, step: GpuStep) -> DecodeGraphs | None:
         """The graphs of the largest bucket, in whose memory those of the others fit."""
-        if self._options.enforce_eager:
+        if not self._with_graphs:
             return None
         graphs = DecodeGraphs(step, self._stream, self._options.max_num_seqs)
         graphs.capture(graphs.sizes[-1:], self._progress)
