@@ -80,6 +80,11 @@ def test_weights_are_optional(llama_8b: str, tmp_path: Path) -> None:
     assert msgspec.json.decode(out.read_bytes(), type=ModelManifest).weight_format == "none"
 
 
+def test_docstrings_are_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONOPTIMIZE", "2")
+    test_the_manifest_is_written_as_json(tmp_path)
+
+
 def test_no_model_is_read_with_torch(tmp_path: Path) -> None:
     model = tiny_gguf.write(tmp_path / "m.gguf")
     code = f"import sys; from engine.models import prepare; prepare({str(model)!r}); print(sorted(sys.modules))"

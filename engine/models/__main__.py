@@ -17,7 +17,7 @@ from engine.models.resolve import prepare
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -P -m engine.models", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -P -m engine.models", description="Write a model's manifest as JSON.")
     parser.add_argument("name", help="directory, .gguf file, org/name or demo")
     parser.add_argument("--out", required=True, type=Path, help="where the manifest goes")
     parser.add_argument("--no-weights", action="store_true", help="only config and tokenizer are needed")
