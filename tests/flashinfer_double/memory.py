@@ -102,8 +102,9 @@ class DeviceTensor(torch.Tensor):
 def allocate(size: Any, stride: Any, dtype: torch.dtype) -> DeviceTensor:
     with quietly():
         raw = torch.empty_strided(size, stride, dtype=dtype)
+        tensor = DeviceTensor.wrap(raw)
         poison(raw)
-        return DeviceTensor.wrap(raw)
+        return tensor
 
 
 def upload(value: torch.Tensor, name: str) -> DeviceTensor:
@@ -182,10 +183,11 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         queue(str(func), lambda: func(*raw_args, **raw_kwargs), device)
         return written[0] if len(func._schema.returns) <= 1 else tuple(written)
     outs = tree_map(lambda m: allocate(m.shape, m.stride(), m.dtype), _shape_of(func, args, kwargs))
+    targets = [out.raw for out in _flat(outs)]  # not the tensors: they may die before this is done
 
     def work() -> None:
-        for out, value in zip(_flat(outs), _flat(func(*raw_args, **raw_kwargs)), strict=True):
-            out.raw.copy_(value)
+        for target, value in zip(targets, _flat(func(*raw_args, **raw_kwargs)), strict=True):
+            target.copy_(value)
 
     if func not in (aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default):
         queue(str(func), work, [*device, *_flat(outs)])
