@@ -35,7 +35,8 @@ from quintet_client.v1 import control_pb2 as pb
 
 SHAPES = Path(__file__).resolve().parent / "shapes"
 IDLE_CALLS = 300
-FULL = 0.95  # of a CPU, or of all: beyond, it is the limit
+FULL = 0.95  # of a CPU: beyond, the process is the limit
+ALL_FULL = 0.9  # of all CPUs: beyond, they are
 DEVICE_FULL = 0.97
 RAMP_SECONDS = 60.0
 ORDER = ("client", "server", "tokenizer", "scheduler", "worker", "detokenizer", "supervisor")
@@ -160,7 +161,7 @@ def limit(result: dict[str, Any], cpus: int) -> str:
         return f"the device: busy {result['device_busy_share']:.1%}; {busiest} takes {share:.0%} of a CPU"
     if share >= FULL:
         return f"{busiest}: {share:.0%} of a CPU"
-    if total >= FULL * cpus:
+    if total >= ALL_FULL * cpus:
         return (
             f"the machine: all {cpus} CPUs are used ({total:.2f}), most by {busiest} ({share:.0%} of one), which alone "
             f"could pass {alone:.0f} tokens a second on a CPU of its own"

@@ -9,6 +9,8 @@ from engine.bench.report import Slo, by_class, percentiles, records, summary
 from engine.bench.served import warnings
 from engine.cli.printing import TokenClock
 from quintet_client.requests import WorkClassName
+from scripts.bench_ring import limit
+from scripts.soak import memory
 
 
 def call(
@@ -96,3 +98,27 @@ def test_doubtful_numbers_carry_a_warning() -> None:
     assert "11 ms" in warnings({**total, "client_cpu_share": 0.5, "sent_late_ms": {"p99": 11.0}})[0]
     failed = summary([call(0.0, 0.1, 0.01, 5, error="UNAVAILABLE")], 1.0, Slo())
     assert "1 of 1 requests ended with UNAVAILABLE" in warnings({**failed, "client_cpu_share": 0.5})[0]
+
+
+def ring(device: float, **cpu_shares: float) -> dict[str, Any]:
+    processes = {name: {"cpu_share": share, "us_per_token": 20.0} for name, share in cpu_shares.items()}
+    return {"device_busy_share": device, "processes": processes}
+
+
+@pytest.mark.parametrize(
+    ("result", "named"),
+    [
+        (ring(0.99, server=0.4, client=0.2), "the device: busy 99.0%"),
+        (ring(0.5, server=0.97, client=0.2), "server: 97% of a CPU"),
+        (ring(0.5, server=0.8, client=0.7, worker=0.4), "the machine: all 2 CPUs"),
+        (ring(0.5, server=0.3, client=0.2), "no CPU"),
+    ],
+)
+def test_the_limit_of_a_ring_is_what_is_used_up(result: dict[str, Any], named: str) -> None:
+    assert limit(result, cpus=2).startswith(named)
+
+
+def test_memory_is_flat_when_its_last_quarter_is_no_higher_than_its_second() -> None:
+    assert memory([50 << 20, 100 << 20, 101 << 20, 103 << 20])["flat"]
+    assert not memory([50 << 20, 100 << 20, 105 << 20, 111 << 20])["flat"]
+    assert memory([50 << 20, 60 << 20, 61 << 20, 63 << 20])["flat"]  # 3 MiB are within the noise of a small process
