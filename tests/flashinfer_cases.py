@@ -170,6 +170,7 @@ class GpuRunner:
         self.stream.wait_stream(torch.cuda.current_stream())
         self.ids = torch.zeros(SEQUENCES, dtype=torch.int32, device="cuda")
         self.positions = torch.zeros(SEQUENCES, dtype=torch.int32, device="cuda")
+        self.padding_id = 0  # of the rows that fill a bucket
         self.graphs: dict[int, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -197,8 +198,11 @@ class GpuRunner:
             self.capture(bucket)
         rows = len(batch.token_ids)
         with torch.cuda.stream(self.stream):
-            for buffer, values in ((self.ids, batch.token_ids), (self.positions, batch.positions)):
-                padded = np.zeros(bucket, np.int32)
+            for buffer, values, fill in (
+                (self.ids, batch.token_ids, self.padding_id),
+                (self.positions, batch.positions, 0),
+            ):
+                padded = np.full(bucket, fill, np.int32)
                 padded[:rows] = values
                 buffer[:bucket].copy_(torch.from_numpy(padded).pin_memory(), non_blocking=True)
             self.attention.plan_graph(batch, bucket, upload=True)

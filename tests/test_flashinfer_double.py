@@ -60,7 +60,7 @@ def test_a_result_is_not_there_before_its_event() -> None:
         with simulate(seed):
             host = torch.zeros(4, pin_memory=True)
             host.copy_(torch.arange(4.0, device="cuda") + 1, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             early.append(bool((host == 0).all()))
             event.synchronize()
@@ -73,7 +73,7 @@ def test_streams_wait_for_each_other_or_race(waits: bool) -> None:
     right = []
     for seed in range(16):
         with simulate(seed) as gpu:
-            side = torch.cuda.Stream()
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             x = torch.zeros(3, device="cuda")
             for _ in range(20):
                 x.add_(1)
@@ -90,7 +90,7 @@ def test_memory_freed_on_one_stream_is_not_safe_on_another(recorded: bool) -> No
     right = []
     for seed in range(16):
         with simulate(seed) as gpu:
-            side = torch.cuda.Stream()
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             x = torch.ones(3, device="cuda")
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
@@ -149,7 +149,7 @@ def test_hidden_waits_are_refused_where_torch_refuses_them(wait) -> None:  # typ
 
 def test_the_launch_path_may_wait_for_events_only() -> None:
     with simulate() as gpu, gpu.timeline.launch_path() as account:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         event.synchronize()
         assert account.waits == ["Event.synchronize"]
@@ -163,7 +163,7 @@ def test_a_graph_computes_on_the_memory_of_its_capture() -> None:
     for seed in SEEDS:
         with simulate(seed) as gpu:
             x = torch.ones(3, device="cuda")
-            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
             with torch.cuda.graph(graph, stream=stream):
                 y = x * 2 + 1
             assert gpu.peek(y).isnan().all()  # a capture computes nothing
@@ -212,8 +212,8 @@ def test_a_failed_capture_cannot_be_replayed() -> None:
 
 def test_waiting_for_what_never_comes_is_named() -> None:
     with simulate():
-        stream = torch.cuda.Stream()
-        event = torch.cuda.Event()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         event.marker.done = False  # type: ignore[attr-defined]
         torch.cuda.current_stream().items.clear()  # type: ignore[attr-defined]

@@ -146,6 +146,7 @@ _WAITING = {
     aten.repeat_interleave.Tensor,
 }
 _UNSUPPORTED = {aten.resize_.default, aten.set_.source_Storage, aten.t_.default, aten.transpose_.default}
+_NOT_ON_CPU = {aten.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype)}  # what CUDA alone has
 _shapes: dict[Any, Any] = {}
 _views: dict[Any, bool] = {}
 
@@ -183,10 +184,11 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         queue(str(func), lambda: func(*raw_args, **raw_kwargs), device)
         return written[0] if len(func._schema.returns) <= 1 else tuple(written)
     outs = tree_map(lambda m: allocate(m.shape, m.stride(), m.dtype), _shape_of(func, args, kwargs))
+    compute = _NOT_ON_CPU.get(func, func)
     targets = [out.raw for out in _flat(outs)]  # not the tensors: they may die before this is done
 
     def work() -> None:
-        for target, value in zip(targets, _flat(func(*raw_args, **raw_kwargs)), strict=True):
+        for target, value in zip(targets, _flat(compute(*raw_args, **raw_kwargs)), strict=True):
             target.copy_(value)
 
     if func not in (aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default):
