@@ -7,6 +7,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -25,10 +26,7 @@ def unary(
 ) -> "grpc.RpcMethodHandler[Any, Any]":
     """One request, one response, which the handler returns."""
 
-    async def serve(raw: bytes, context: Context) -> Message:
-        return await _guard(kind, handler, raw, context)
-
-    return grpc.unary_unary_rpc_method_handler(serve, None, _serialize)
+    return grpc.unary_unary_rpc_method_handler(partial(_guard, kind, handler), None, _serialize)
 
 
 def streaming(
@@ -36,10 +34,7 @@ def streaming(
 ) -> "grpc.RpcMethodHandler[Any, Any]":
     """One request, many responses, which the handler writes to the context."""
 
-    async def serve(raw: bytes, context: Context) -> None:
-        await _guard(kind, handler, raw, context)
-
-    return grpc.unary_stream_rpc_method_handler(serve, None, _serialize)
+    return grpc.unary_stream_rpc_method_handler(partial(_guard, kind, handler), None, _serialize)
 
 
 def not_built(kind: type[Request]) -> Callable[[Request, Context], Awaitable[NoReturn]]:
@@ -60,16 +55,19 @@ async def _guard(
     try:
         return await handler(_parse(kind, raw), context)
     except CallError as error:
-        await abort(context, error)
-    except grpc.aio.AbortError:
-        raise
+        failure = error
     except grpc.aio.InternalError as error:
         # The caller left while a write waited; grpc tells the write before it cancels the handler.
         raise asyncio.CancelledError from error
     except Exception:
         error_id = secrets.token_hex(4)
         log.exception("error %s: a call ends by a bug", error_id)
-        await abort(context, BugError(f"a bug; the server's log knows it as error {error_id}"))
+        failure = BugError(f"a bug; the server's log knows it as error {error_id}")
+    # grpc's context keeps the exception that `abort` raises, and that this frame, which keeps the context: what
+    # the frame holds lives until the cycle is collected, so it must not be a request of many megabytes.
+    del raw
+    failure.__traceback__ = failure.__context__ = failure.__cause__ = None
+    return await abort(context, failure)
 
 
 def _parse(kind: type[Request], raw: bytes) -> Request:
