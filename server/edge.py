@@ -3,8 +3,10 @@
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from engine.runtime.stage import SUPERVISOR, Stage
 from proto.channel import Address, ChannelError
@@ -35,10 +37,20 @@ from server.validate import Ask
 
 log = logging.getLogger(__name__)
 
-_BATCH = 512  # messages taken before other work on the loop gets its turn
+# What is done before other work on the loop, as health probes and new calls, gets its turn: about a millisecond each.
+_MESSAGES_A_TURN = 16
+_WAKES_A_TURN = 32
 _TICK_SECONDS = 0.05
 _BACKLOG_SECONDS = 0.001
 _CENSUS_SECONDS = 1.0
+
+
+class _Waker:
+    """How a handler that waits for its generation is told."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        self.queued = False
 
 
 class Edge:
@@ -54,7 +66,8 @@ class Edge:
         self.phase_changed = asyncio.Event()
         self._phase = self.readiness.phase
         self._loop = asyncio.get_running_loop()
-        self._wakers: dict[int, asyncio.Event] = {}
+        self._wakers: dict[int, _Waker] = {}
+        self._waking: deque[_Waker] = deque()
         self._next_census = 0.0
         self._drained_told = False
         self._flush_pending = False
@@ -73,8 +86,8 @@ class Edge:
         Raises DuplicateIdError or OverloadedError.
         """
         generation, submit = self.record.open(ask, size, arrival, time.time())
-        waker = self._wakers[generation.rid] = asyncio.Event()
-        generation.notify = waker.set
+        waker = self._wakers[generation.rid] = _Waker()
+        generation.notify = partial(self._wake_in_turn, waker)
         try:
             self._send([submit])
             yield generation
@@ -87,11 +100,29 @@ class Edge:
 
     async def next_piece(self, generation: Generation) -> Piece:
         """What can be written next. Raises the CallError that ended the generation."""
-        waker = self._wakers[generation.rid]
+        something_new = self._wakers[generation.rid].event
         while (piece := generation.take()) is None:
-            waker.clear()
-            await waker.wait()
+            something_new.clear()
+            await something_new.wait()
         return piece
+
+    def _wake_in_turn(self, waker: "_Waker") -> None:
+        """Let a handler look for its next piece, after those that were told before."""
+        if waker.queued:
+            return
+        waker.queued = True
+        if not self._waking:
+            self._loop.call_soon(self._wake_some)
+        self._waking.append(waker)
+
+    def _wake_some(self) -> None:
+        """A step may have news for thousands of handlers, which must not keep the loop from anybody else."""
+        for _ in range(min(len(self._waking), _WAKES_A_TURN)):
+            waker = self._waking.popleft()
+            waker.queued = False
+            waker.event.set()
+        if self._waking:
+            self._loop.call_soon(self._wake_some)
 
     async def ask(self, to: Address, question: TokenizeCall | DetokenizeCall | Flush, size: int) -> Reply:
         """Send a question of so many bytes and wait for its answer. Raises CallError."""
@@ -166,7 +197,7 @@ class Edge:
         if self.ended.done():
             return
         try:
-            messages = self.stage.inbox.drain(_BATCH)
+            messages = self.stage.inbox.drain(_MESSAGES_A_TURN)
             for message in messages:
                 self._on_message(message)
         except ChannelError as error:
