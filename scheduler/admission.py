@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from enum import Enum
 
-import numpy as np
-
 from proto.config import SchedulerOptions
 from proto.messages import Admit, RejectCode, WorkerFacts, column
 from scheduler.policy import OutputLengths, PrefillSpeed, Thrash
@@ -102,7 +100,7 @@ class Admission:
             return Refusal(
                 RejectCode.DEADLINE, "", f"the deadline passed {-left / 1e6:.0f} ms ago, before it could run"
             )
-        uncached = request.tokens - len(request.path.pages) * self._facts.page_size
+        uncached = request.tokens - request.path.length * self._facts.page_size
         needed = self.speed.duration(uncached)
         if request.opened or needed <= left:
             return None
@@ -134,14 +132,14 @@ class Admission:
         """
         tokens = request.tokens
         self._running.tree.match(request.path, request.ids, tokens - 1)
-        return tokens - len(request.path.pages) * self._facts.page_size
+        return tokens - request.path.length * self._facts.page_size
 
     def fits(self, request: Request, budget: int, now: int) -> Verdict:
         """Whether to place a waiting request in this step, which has room for `budget` more tokens."""
         uncached = self.match(request)
         if request.deadline and self.late(request, now) is not None:
             return Verdict.LATE
-        if self.is_long(uncached) and any(
+        if uncached > self._long_tokens and any(
             other.long and other.work_class is request.work_class for other in self._running.prefills
         ):
             return Verdict.LONG
@@ -151,18 +149,17 @@ class Admission:
 
     def _pages(self, request: Request) -> Verdict:
         """Whether pages are there now, and are expected to last."""
-        running, pool = self._running, self._running.pool
-        request.expected_pages = self._expected_pages(request)
-        path = request.path.pages
-        revived = int(np.count_nonzero(pool.users[path] == 0)) if path else 0
-        needed = pool.pages_of(request.tokens) - len(path)
-        left = pool.available - revived - needed
+        running, pool, path = self._running, self._running.pool, request.path
+        request.expected_pages = expected = self._expected_pages(request)
+        left = pool.free + pool.idle - pool.pages_of(request.tokens)
+        if path.length:
+            left += path.length - path.idle_pages
         if not running.count:
             return Verdict.FITS if left >= 0 else Verdict.PINNED
         headroom = self.thrash.headroom(pool.num_pages)
         if left < headroom:
             return Verdict.PAGES
-        if running.committed + request.expected_pages <= pool.num_pages:
+        if running.committed + expected <= pool.num_pages:
             return Verdict.FITS
         return Verdict.FITS if running.peak_with(request) <= pool.num_pages - headroom else Verdict.PAGES
 

@@ -1,13 +1,17 @@
-"""The pool of KV pages: who uses each page, and which are free.
+"""The pool of KV pages: which are free, and how many are cached and used by nobody.
 
-A page is *free* (on the stack), *used* (by at least one row or pin), or *idle* (used by nobody, but its
-content stands in the prefix tree). Owner: the prefix tree, which alone turns idle pages into free ones.
+A page is *free* (on the stack), *cached* (its content stands in the prefix tree), or a row's *own*. Cached pages
+that nobody uses are *idle*: the prefix tree counts them here, and alone turns them into free ones.
+Pages travel as bytes (int32), as in the messages: short ones are cut and joined faster than arrays.
 """
 
 import numpy as np
 import numpy.typing as npt
 
+from proto.messages import I32, column
+
 I32Array = npt.NDArray[np.int32]
+PAGE_ID_BYTES = 4
 
 
 class PageError(RuntimeError):
@@ -15,15 +19,14 @@ class PageError(RuntimeError):
 
 
 class PagePool:
-    """Reference counts and the free stack, as columns over page ids 0..num_pages-1."""
+    """The stack of free pages, of the ids 0..num_pages-1."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        self.users = np.zeros(num_pages, np.int32)  # rows and pins that hold the page
         self.free = num_pages
         self.idle = 0
-        self._stack = np.arange(num_pages - 1, -1, -1, dtype=np.int32)  # [:free] are the free pages
+        self._stack = bytearray(np.arange(num_pages - 1, -1, -1, dtype=I32).tobytes())
 
     @property
     def available(self) -> int:
@@ -38,59 +41,29 @@ class PagePool:
         """Pages that hold this many tokens."""
         return -(-tokens // self.page_size)
 
-    def take(self, count: int) -> I32Array:
-        """Pop free pages, each with one user. Raises PageError when there are not enough."""
+    def take(self, count: int) -> bytes:
+        """Pop free pages. Raises PageError when there are not enough."""
+        if not count:
+            return b""
         if count > self.free:
             raise PageError(f"{count} pages wanted, {self.free} free")
-        pages: I32Array = self._stack[self.free - count : self.free].copy()
+        start = (self.free - count) * PAGE_ID_BYTES
+        pages = bytes(self._stack[start:])
+        del self._stack[start:]
         self.free -= count
-        self.users[pages] = 1
         return pages
 
-    def retain(self, pages: I32Array) -> None:
-        """One more user for each of these distinct used or idle pages."""
-        users = self.users[pages]
-        self.idle -= int(np.count_nonzero(users == 0))
-        self.users[pages] = users + 1
+    def push(self, pages: bytes) -> None:
+        """These pages become free. Raises PageError when there are more free pages than pages."""
+        self._stack += pages
+        self.free = len(self._stack) // PAGE_ID_BYTES
+        if self.free > self.num_pages:
+            raise PageError(f"{self.free} of {self.num_pages} pages are free: some were released twice")
 
-    def release(self, pages: I32Array, distinct: bool) -> list[int]:
-        """One user less for each page; unless `distinct`, a page may come more than once, from several rows.
-
-        Returns the distinct pages that nobody uses any more; the caller says which of them are idle and which
-        free. Raises PageError when a page had no user left to give up.
-        """
-        if distinct:
-            left = self.users[pages] - 1
-            self.users[pages] = left
-        else:
-            np.subtract.at(self.users, pages, 1)
-            left = self.users[pages]
-        if left.size and left.min() < 0:
-            raise PageError(f"pages {pages[left < 0].tolist()} released twice")
-        unused: list[int] = pages[left == 0].tolist()
-        # A page that comes several times is unused each time.
-        return unused if distinct else list(dict.fromkeys(unused))
-
-    def push(self, pages: list[int]) -> None:
-        """These unused pages become free."""
-        self._stack[self.free : self.free + len(pages)] = pages
-        self.free += len(pages)
-
-    def check(self, cached: list[int]) -> None:
-        """Raise PageError unless every page is in exactly one state, given the pages that are cached.
-
-        O(pages), for tests.
-        """
-        free = self._stack[: self.free]
-        if np.unique(free).size != free.size:
-            raise PageError("a page is free twice")
-        if self.users[free].any() or set(free.tolist()) & set(cached):
-            raise PageError("a free page is used or cached")
-        if self.users.min() < 0:
-            raise PageError("a page has negative users")
-        idle = int(np.count_nonzero(self.users[cached] == 0))
-        if idle != self.idle:
-            raise PageError(f"{idle} idle pages, counted {self.idle}")
-        used = int(np.count_nonzero(self.users))
-        if used != self.used:
-            raise PageError(f"{used} used pages, counted {self.used}: a page leaked")
+    def check(self, taken: bytes) -> None:
+        """Raise PageError unless every page is either free or once among those taken. O(pages), for tests."""
+        seen = np.bincount(column(bytes(self._stack) + taken), minlength=self.num_pages)
+        if seen.size > self.num_pages or (seen != 1).any():
+            raise PageError(
+                f"pages {np.flatnonzero(seen > 1).tolist()} twice, {np.flatnonzero(seen == 0).tolist()} lost"
+            )

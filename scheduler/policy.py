@@ -4,7 +4,6 @@ import numpy as np
 import numpy.typing as npt
 
 from proto.messages import WorkClass
-from scheduler.pages import I32Array
 
 _LEARN = 1 / 32  # weight of a new observation in running means
 _PRIOR_LENGTH = 256.0  # output tokens expected of a class before any request has finished
@@ -102,13 +101,11 @@ def expected_peak(held: npt.NDArray[np.int64], growth: npt.NDArray[np.int64]) ->
     return int((np.cumsum(held[order]) + ranks * growth[order]).max(initial=0))
 
 
-def cheapest_victim(users: I32Array, pages: I32Array, starts: npt.NDArray[np.intp], weights: I32Array) -> int:
+def cheapest_victim(freed: npt.NDArray[np.int64], weights: npt.NDArray[np.int64]) -> int:
     """Index of the row to preempt: the least recomputation, weighted by its class.
 
-    `pages` are the rows' pages one after another, row r from starts[r] on; a page with further users survives
-    the preemption and costs nothing, nor does it help. Rows that would free nothing come last; of equals, the
-    last one goes.
+    `freed` are the pages that nobody else uses: others survive the preemption, cost nothing and help nobody.
+    Rows that would free nothing come last; of equals, the last one goes.
     """
-    freed = np.add.reduceat((users[pages] == 1).astype(np.int64), starts)
     cost = np.where(freed > 0, freed * weights, np.iinfo(np.int64).max)
     return int(cost.size - 1 - np.argmin(cost[::-1]))

@@ -58,9 +58,12 @@ class PrefillPlanner:
         tokens = min(budget, request.tokens - request.done)
         if tokens:
             self._running.advance(request, tokens)
-            share.chunks[request] = share.chunks.get(request, 0) + tokens
-            share.budget -= tokens
-            self._queues.charge(request.work_class, tokens)
+            self._account(request, tokens, share)
+
+    def _account(self, request: Request, tokens: int, share: PrefillShare) -> None:
+        share.chunks[request] = share.chunks.get(request, 0) + tokens
+        share.budget -= tokens
+        self._queues.charge(request.work_class, tokens)
 
     def _admit(self, share: PrefillShare, step: int, now: int) -> None:
         """Place waiting requests while there are slots, pages and budget."""
@@ -73,8 +76,7 @@ class PrefillPlanner:
             verdict = self._admission.fits(request, share.budget, now)
             if verdict is Verdict.FITS:
                 queues.take(request)
-                share.admits.append(self._place(request, now))
-                self._advance(request, share.budget, share)
+                self._place(request, share, now)
                 for other in blocked:
                     other.overtaken += 1
                 continue
@@ -97,10 +99,12 @@ class PrefillPlanner:
         running = self._running
         return running.rows.departures, self._queues.tickets, len(running.prefills), step // _RESCAN_STEPS
 
-    def _place(self, request: Request, now: int) -> AdmitRow:
+    def _place(self, request: Request, share: PrefillShare, now: int) -> None:
         admission, counts = self._admission, self._lifecycle.counts
         request.overtaken = 0
-        row = self._running.place(request)
+        row = self._running.place(request, share.budget)
+        share.admits.append(row)
+        self._account(request, request.done - row.start, share)
         request.long = admission.is_long(request.tokens - row.start)
         counts.prefix_query_tokens += request.tokens
         counts.prefix_hit_tokens += row.start
@@ -109,4 +113,3 @@ class PrefillPlanner:
         if not request.first_scheduled:
             request.first_scheduled = now
             request.cached_tokens = min(row.start, request.prompt_len)
-        return row

@@ -1,44 +1,94 @@
 """The prefix tree: full pages of known ids, shared between requests of equal salt.
 
-A node is one full page and is named by its page id; an edge is the page's ids. So the tree is one dict from
-(parent, ids of the page) to page, and a root is a salt. Whoever uses a node uses its whole path, hence an
-idle node has idle descendants only, and evicting idle leaves, oldest first, reaches every idle page. After
-RadixAttention (Zheng et al. 2024), with pages for tokens.
+A node is a run of pages, an edge the ids of them; children differ in their first page. The salt is part of the
+edges at the root. Nodes are split where requests diverge, so whoever uses a page of a node uses all of it, and its
+whole path: an idle node has idle descendants only, and evicting idle leaves, oldest first, reaches every idle page.
+After RadixAttention (Zheng et al. 2024), with pages for tokens.
 """
 
 import heapq
+from collections.abc import Iterator
 
 import numpy as np
 
-from scheduler.pages import I32Array, PageError, PagePool
+from proto.messages import column
+from scheduler.pages import PAGE_ID_BYTES, PageError, PagePool
 
 _ID_BYTES = 4
 _COMPACT_SLACK = 1024
-_EVICTED_PART = 256  # of the pool, evicted at once
+_BATCH_PART = 256  # of the pool, evicted at once: the few cached pages that go early cost less than a call for each
 
-Key = tuple[int | str, bytes]  # (parent page, or the salt at the root; ids of the page)
+
+class Node:
+    """Pages start..end of all paths through it. A split leaves the node with the lower part."""
+
+    __slots__ = ("alive", "children", "end", "ids", "key", "last_use", "pages", "parent", "start", "users")
+
+    def __init__(
+        self, parent: "Node | None", key: bytes, ids: bytes, pages: bytes, start: int, users: int, last_use: int
+    ) -> None:
+        self.parent = parent  # None: the root
+        self.key = key  # among the parent's children
+        self.ids = ids
+        self.pages = pages
+        self.start = start
+        self.end = start + len(pages) // PAGE_ID_BYTES
+        self.users = users  # rows and pins
+        self.last_use = last_use
+        self.alive = True  # in the tree
+        self.children: dict[bytes, Node] = {}
 
 
 class Path:
-    """A way down the tree, kept between visits: the nodes that hold a request's first pages.
+    """A way down the tree, kept between visits: the nodes that hold a request's first `length` pages.
 
-    A node that was evicted since is noticed by its key, and then everything below it is gone too.
+    They may be evicted, and the tip may grow, as long as nobody holds the path: `match` puts that right.
     """
 
-    __slots__ = ("keys", "pages", "salt", "severed")
+    __slots__ = ("length", "salt", "severed", "tip")
 
     def __init__(self, salt: str) -> None:
-        self.salt = salt
-        self.pages: list[int] = []
-        self.keys: list[Key] = []  # of the nodes: the tree's own objects, so identity tells if a node still stands
+        self.salt = salt.encode()
+        self.tip: Node | None = None  # None: not looked up yet
+        self.length = 0
         self.severed = False  # the row computes a page that the tree has from another: it adds no more
 
     def __len__(self) -> int:
-        return len(self.pages)
+        return self.length
 
     @property
-    def tip(self) -> int | str:
-        return self.pages[-1] if self.pages else self.salt
+    def nodes(self) -> Iterator[Node]:
+        """From the tip up."""
+        node = self.tip
+        while node is not None and node.parent is not None:
+            yield node
+            node = node.parent
+
+    @property
+    def pages(self) -> bytes:
+        tip = self.tip
+        if tip is None:
+            return b""
+        return tip.pages if not tip.start else b"".join([node.pages for node in self.nodes][::-1])
+
+    @property
+    def idle_pages(self) -> int:
+        """Pages that nobody uses."""
+        idle, node = 0, self.tip
+        while node is not None and node.parent is not None and not node.users:
+            idle += node.end - node.start
+            node = node.parent
+        return idle
+
+    @property
+    def own_pages(self) -> int:
+        """Pages that only the row which holds this path uses."""
+        own = 0
+        for node in self.nodes:
+            if node.users > 1:
+                break
+            own += node.end - node.start
+        return own
 
 
 class PrefixTree:
@@ -47,120 +97,97 @@ class PrefixTree:
     def __init__(self, pool: PagePool, enabled: bool = True) -> None:
         self.pool = pool
         self.evictions = 0
+        self.cached = 0  # pages in the tree
         self._enabled = enabled
         self._page_bytes = pool.page_size * _ID_BYTES
-        self._nodes: dict[Key, int] = {}
-        self._keys: list[Key | None] = [None] * pool.num_pages
-        # Lists, since these are read page by page, where numpy's scalars are slow.
-        self._children = [0] * pool.num_pages
-        self._last_use = [0] * pool.num_pages
+        self._root = Node(None, b"", b"", b"", 0, 0, 0)
         self._clock = 0
-        # Evicting one page at a time costs more than the few cached pages that a batch gives up early.
-        self._eviction_batch = pool.num_pages // _EVICTED_PART
-        # (last use, page) of idle leaves; entries go stale and are skipped when popped.
-        self._leaves: list[tuple[int, int]] = []
-
-    def __len__(self) -> int:
-        return len(self._nodes)
+        self._entries = 0
+        self._batch = pool.num_pages // _BATCH_PART
+        # (last use, number of the entry, node) of idle leaves; entries go stale and are skipped when popped.
+        self._leaves: list[tuple[int, int, Node]] = []
 
     def match(self, path: Path, ids: bytes, tokens: int) -> None:
         """Make `path` the longest cached one of whole pages of the first `tokens` ids.
 
         Resumes from where the path still stands, so that a second look costs O(what changed).
         """
-        pages, keys = path.pages, path.keys
-        end = tokens // self.pool.page_size
-        while pages and (len(pages) > end or self._keys[pages[-1]] is not keys[-1]):
-            pages.pop()
-            keys.pop()
+        node, length = path.tip or self._root, path.length
+        limit = tokens // self.pool.page_size
+        sure = limit
+        # Up to where nothing happened: a node may have grown since, or its parent after the node was evicted. What
+        # a node had when the path or its child reached its end, it still has.
+        while length and (length > sure or not node.alive or node.end != length):
+            sure, length = min(sure, length), node.start
+            assert node.parent is not None
+            node = node.parent
+        if node.children:
+            node = self._descend(node, path.salt, ids, limit)
+        path.tip = node
+        path.length = node.end
         path.severed = False
-        size, nodes, parent = self._page_bytes, self._nodes, path.tip
-        for at in range(len(pages) * size, end * size, size):
-            page = nodes.get((parent, ids[at : at + size]))
-            if page is None:
-                return
-            key = self._keys[page]
-            assert key is not None
-            pages.append(page)
-            keys.append(key)
-            parent = page
 
-    def extend(self, path: Path, ids: bytes, table: I32Array, end: int, leaving: bool = False) -> None:
-        """Enter a row's own pages (from its page table), from the path's tip up to page number `end`.
+    def extend(self, path: Path, ids: bytes, table: bytes, end: int) -> None:
+        """Enter pages of a running row (from its page table), from the path's tip up to page number `end`.
 
-        Where the tree has an equal page already, a row that goes on must stop (it does not use that page,
-        so what it adds below could outlive its parent); one that is leaving goes on below the tree's page.
+        Where the tree has an equal page already, the row stops: it does not use that page, so what it adds below
+        could outlive its parent.
         """
-        if not self._enabled or path.severed:
-            if not leaving or not self._enabled:
-                return
-            path.severed = False
-        first = len(path.pages)
-        if first >= end:
+        if path.length >= end or path.severed or not self._enabled:
             return
-        size, nodes, all_keys, children, parent = (
-            self._page_bytes,
-            self._nodes,
-            self._keys,
-            self._children,
-            path.tip,
-        )
-        for number, own in enumerate(table[first:end].tolist(), first):
-            key: Key = (parent, ids[number * size : (number + 1) * size])
-            page = nodes.setdefault(key, own)
-            if page == own:
-                all_keys[own] = key
-                if number:
-                    children[parent] += 1  # type: ignore[index]
-            elif leaving:
-                key = all_keys[page]  # type: ignore[assignment]
-            else:
-                path.severed = True
-                return
-            path.pages.append(page)
-            path.keys.append(key)
-            parent = page
+        tip = path.tip or self._root
+        if tip.children and self._key(tip, path.salt, ids) in tip.children:
+            path.severed = True
+            return
+        path.tip = self._add(tip, path, ids, table, end, users=1)
+        path.length = end
+
+    def hold(self, path: Path) -> bytes:
+        """Use the pages of a matched path, until `leave` or `unpin`; returns them."""
+        for node in path.nodes:
+            if not node.users:
+                self.pool.idle -= node.end - node.start
+            node.users += 1
+        return path.pages
+
+    def leave(self, path: Path, table: bytes, ids: bytes = b"", end: int = 0) -> None:
+        """A row gives up its path and the further pages of its page table.
+
+        Its pages up to number `end`, of these `ids`, enter the tree, where it has no equal ones; others are free.
+        """
+        self._clock += 1
+        length = path.length
+        if end > length and self._enabled:
+            tip = path.tip or self._root
+            node = self._descend(tip, path.salt, ids, end) if tip.children else tip
+            if node.end < end:
+                self._add(node, path, ids, table, end, users=0)
+            if node is not tip:
+                # What the tree has from another.
+                self.pool.push(table[length * PAGE_ID_BYTES : node.end * PAGE_ID_BYTES])
+            length = end
+        self.pool.push(table[length * PAGE_ID_BYTES :])
+        self._release(path)
+
+    def unpin(self, path: Path) -> None:
+        self._clock += 1
+        self._release(path)
 
     def forget(self, path: Path) -> None:
         """Take the pages that only this path's row uses out of the tree: their content is not to be trusted."""
-        while path.pages and not self._children[path.pages[-1]] and self.pool.users[path.pages[-1]] == 1:
-            page = path.pages.pop()
-            path.keys.pop()
-            self._remove(page)
+        node = path.tip or self._root
+        while node.parent is not None and node.users == 1 and not node.children:
+            node = self._remove(node)
+        path.tip, path.length = node, node.end
         path.severed = True
 
-    def pin(self, path: Path) -> None:
-        """Hold a matched path against eviction until `unpin`."""
-        self.pool.retain(np.array(path.pages, np.int32))
-
-    def unpin(self, path: Path) -> None:
-        self.release(np.array(path.pages, np.int32))
-
-    def allocate(self, count: int) -> I32Array:
-        """Pages with one user each; evicts idle ones when too few are free. Raises PageError beyond `available`."""
+    def allocate(self, count: int) -> bytes:
+        """Pages for a row; evicts idle ones when too few are free. Raises PageError beyond `available`."""
         pool = self.pool
         short = count - pool.free
         if short > 0:
-            self._evict(max(short, min(pool.idle, self._eviction_batch)))
+            self._evict(max(short, min(pool.idle, self._batch)))
         return pool.take(count)
-
-    def release(self, pages: I32Array, distinct: bool = True) -> None:
-        """Rows or pins give up pages: cached ones become idle, others free. See `PagePool.release`."""
-        unused = self.pool.release(pages, distinct)
-        self._clock = clock = self._clock + 1
-        last_use, children, keys = self._last_use, self._children, self._keys
-        free: list[int] = []
-        for page in unused:
-            if keys[page] is None:
-                free.append(page)
-                continue
-            last_use[page] = clock
-            if not children[page]:
-                heapq.heappush(self._leaves, (clock, page))
-        self.pool.idle += len(unused) - len(free)
-        self.pool.push(free)
-        if len(self._leaves) > 2 * len(self._nodes) + _COMPACT_SLACK:
-            self._compact()
 
     def flush(self) -> int:
         """Evict everything that nobody uses; returns the number of pages."""
@@ -168,72 +195,154 @@ class PrefixTree:
         self._evict(count)
         return count
 
-    def _evict(self, count: int) -> None:
-        users, children, keys, last_use, leaves = (
-            self.pool.users,
-            self._children,
-            self._keys,
-            self._last_use,
-            self._leaves,
-        )
-        gone: list[int] = []
-        while len(gone) < count:
-            if not leaves:
-                raise PageError(f"{count} pages to evict, found {len(gone)} idle leaves")
-            used, page = heapq.heappop(leaves)
-            if keys[page] is None or last_use[page] != used or users[page] or children[page]:
-                continue
-            # Up the path for as long as the parent is the next to go anyway: most of a path is of one age.
-            while True:
-                parent = self._remove(page)
-                gone.append(page)
-                if parent is None or children[parent] or users[parent]:
-                    break
-                entry = (last_use[parent], parent)
-                if len(gone) == count or (leaves and leaves[0] < entry):
-                    heapq.heappush(leaves, entry)
-                    break
-                page = parent
-        self.evictions += count
-        self.pool.idle -= count
-        self.pool.push(gone)
+    # ---------------------------------------------------------------- nodes
 
-    def _remove(self, page: int) -> int | None:
-        """Take a leaf out of the tree; returns its parent, unless that is a root."""
-        key = self._keys[page]
-        assert key is not None
-        del self._nodes[key]
-        self._keys[page] = None
-        parent = key[0]
-        if isinstance(parent, str):
-            return None
-        self._children[parent] -= 1
+    def _key(self, node: Node, salt: bytes, ids: bytes) -> bytes:
+        """Of the child of `node` that continues with these ids."""
+        at = node.end * self._page_bytes
+        page = ids[at : at + self._page_bytes]
+        return page if at else salt + page
+
+    def _descend(self, node: Node, salt: bytes, ids: bytes, limit: int) -> Node:
+        """The node below this one that ends where the tree stops to agree with the ids, `limit` pages at most."""
+        size = self._page_bytes
+        while node.end < limit:
+            child = node.children.get(self._key(node, salt, ids))
+            if child is None:
+                break
+            end = min(child.end, limit)
+            run = ids[child.start * size : end * size]
+            if run == child.ids:
+                node = child
+                continue
+            differ = np.flatnonzero(column(run) != column(child.ids)[: len(run) // _ID_BYTES])
+            return self._split(child, child.start + int(differ[0]) // self.pool.page_size if differ.size else end)
+        return node
+
+    def _add(self, node: Node, path: Path, ids: bytes, table: bytes, end: int, users: int) -> Node:
+        """Continue a node by pages of a row's table up to `end`; returns the node that has them."""
+        size, start = self._page_bytes, node.end
+        run = ids[start * size : end * size]
+        pages = table[start * PAGE_ID_BYTES : end * PAGE_ID_BYTES]
+        self.cached += end - start
+        if node is path.tip and node.users == 1 and not node.children:
+            # Nobody else has it: it grows.
+            node.ids += run
+            node.pages += pages
+            node.end = end
+            return node
+        key = run[:size] if start else path.salt + run[:size]
+        child = node.children[key] = Node(node, key, run, pages, start, users, self._clock)
+        if not users:
+            self.pool.idle += end - start
+            self._push_leaf(child)
+        return child
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut a node in two before page number `at`; returns the new upper one."""
+        parent, count = node.parent, at - node.start
+        assert parent is not None
+        cut = count * self._page_bytes
+        upper = Node(
+            parent, node.key, node.ids[:cut], node.pages[: count * PAGE_ID_BYTES], node.start, node.users, node.last_use
+        )
+        parent.children[upper.key] = upper
+        node.parent, node.start = upper, at
+        node.ids, node.pages = node.ids[cut:], node.pages[count * PAGE_ID_BYTES :]
+        node.key = node.ids[: self._page_bytes]
+        upper.children[node.key] = node
+        return upper
+
+    def _release(self, path: Path) -> None:
+        """One user less of each node of a path."""
+        tip = node = path.tip or self._root
+        while node.parent is not None:
+            node.users -= 1
+            if node.users <= 0:
+                if node.users:
+                    raise PageError(f"pages {column(node.pages).tolist()} released twice")
+                node.last_use = self._clock
+                self.pool.idle += node.end - node.start
+            node = node.parent
+        if not (tip.users or tip.children) and tip.parent is not None:
+            self._push_leaf(tip)
+
+    def _push_leaf(self, node: Node) -> None:
+        self._entries += 1
+        heapq.heappush(self._leaves, (node.last_use, self._entries, node))
+        if len(self._leaves) > 2 * self.cached + _COMPACT_SLACK:
+            valid = {entry[2]: entry for entry in self._leaves if self._is_idle_leaf(entry[2], entry[0])}
+            self._leaves = sorted(valid.values())
+
+    @staticmethod
+    def _is_idle_leaf(node: Node, last_use: int) -> bool:
+        """Whether an entry of the heap is still true."""
+        return node.alive and not node.users and not node.children and node.last_use == last_use
+
+    def _evict(self, count: int) -> None:
+        """Free at least so many idle pages: whole leaves, unless they are longer than a batch."""
+        leaves, left = self._leaves, count
+        gone: list[bytes] = []
+        while left > 0:
+            if not leaves:
+                raise PageError(f"{count} pages to evict, found {count - left} in idle leaves")
+            last_use, _, node = heapq.heappop(leaves)
+            if node.users or node.children or node.last_use != last_use or not node.alive:
+                continue
+            length = node.end - node.start
+            if length > left and length > self._batch:
+                self._split(node, node.end - left)
+                length = left
+            gone.append(node.pages)
+            left -= length
+            parent = self._remove(node)
+            if not (parent.users or parent.children) and parent.parent is not None:
+                self._push_leaf(parent)
+        self.evictions += count - left
+        self.pool.idle -= count - left
+        self.pool.push(b"".join(gone))
+
+    def _remove(self, node: Node) -> Node:
+        """Take a leaf out of the tree; returns its parent. Its pages are the caller's."""
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key]
+        node.alive = False
+        self.cached -= node.end - node.start
         return parent
 
-    def _compact(self) -> None:
-        unused = np.flatnonzero(self.pool.users == 0).tolist()
-        self._leaves = [
-            (self._last_use[page], page) for page in unused if self._keys[page] is not None and not self._children[page]
-        ]
-        heapq.heapify(self._leaves)
+    def nodes(self) -> Iterator[Node]:
+        """All nodes, parents before their children. For tests."""
+        waiting = list(self._root.children.values())
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting += node.children.values()
 
-    def check(self) -> None:
-        """Raise PageError unless the tree agrees with itself and the pool. O(pages), for tests."""
-        self.pool.check(list(self._nodes.values()))
-        children = [0] * len(self._children)
-        users = self.pool.users
-        for key, page in self._nodes.items():
-            parent = key[0]
-            if self._keys[page] != key:
-                raise PageError(f"node {page} does not know its key")
-            if isinstance(parent, str):
-                continue
-            children[parent] += 1
-            if self._keys[parent] is None:
-                raise PageError(f"node {page} hangs below {parent}, which is not in the tree")
-            if users[page] and not users[parent]:
-                raise PageError(f"node {page} is used but its parent {parent} is not")
-        if children != self._children:
-            raise PageError("children are miscounted")
-        if sum(key is not None for key in self._keys) != len(self._nodes):
-            raise PageError("a page has a key and is not in the tree")
+    def check(self, own: bytes) -> None:
+        """Raise PageError unless the tree agrees with itself and the pool, given rows' own pages. For tests."""
+        nodes = list(self.nodes())
+        self.pool.check(own + b"".join(node.pages for node in nodes))
+        idle = sum(node.end - node.start for node in nodes if not node.users)
+        if idle != self.pool.idle:
+            raise PageError(f"{idle} idle pages, counted {self.pool.idle}")
+        cached = sum(node.end - node.start for node in nodes)
+        if cached != self.cached:
+            raise PageError(f"{cached} cached pages, counted {self.cached}")
+        entered = {id(node) for last_use, _, node in self._leaves if self._is_idle_leaf(node, last_use)}
+        for node in nodes:
+            parent = node.parent
+            assert parent is not None
+            if (
+                parent.children.get(node.key) is not node
+                or node.key[-self._page_bytes :] != node.ids[: self._page_bytes]
+            ):
+                raise PageError("a node is not found by its ids")
+            if not node.alive or node.start != parent.end or node.end <= node.start:
+                raise PageError("a node does not continue its parent")
+            if len(node.ids) != (node.end - node.start) * self._page_bytes:
+                raise PageError("a node has more or fewer ids than its pages hold")
+            if parent.parent is not None and node.users > parent.users:
+                raise PageError("a node has more users than its parent")
+            if not node.users and not node.children and id(node) not in entered:
+                raise PageError("an idle leaf would never be evicted")

@@ -89,7 +89,9 @@ class Results:
     def _take_ids(
         self, flight: InFlight, view: RowView, ids: I32Array, keep: Mask | None, result: StepResult, now: int
     ) -> None:
-        positions = self._running.rows.take_ids(view, ids)
+        rows = self._running.rows
+        rows.identify(view)
+        positions = rows.take_ids(view, ids)
         out = StepRows(flight.step, view, positions - view.prompt_lens, ids)
         for row, request in _kept(flight.firsts, keep):
             opening = self._lifecycle.open(request, now)
@@ -108,18 +110,19 @@ class Results:
             return
         rows = self._running.rows
         done: list[Request] = []
-        columns = (maybe, view.slots[maybe], ids[maybe], positions[maybe], full[maybe])
-        for row, slot, token, position, is_full in zip(*(values.tolist() for values in columns), strict=True):
-            request = rows.requests[slot]
+        requests, finished, ends = rows.requests, self._admission.lengths.finished, out.ends
+        columns = (maybe, view.slots.take(maybe), ids.take(maybe), positions.take(maybe))
+        for row, slot, token, position in zip(*[values.tolist() for values in columns], strict=True):
+            request = requests[slot]
             assert request is not None
             if token in request.stops.ids and position >= request.min_len:
-                out.ends.append(End(row, Finish.STOP, token, request.stops.ids[token]))
+                ends.append(End(row, Finish.STOP, token, request.stops.ids[token]))
                 self._lifecycle.counts.wasted_rows += int(rows.planned[slot]) - position
-            elif is_full:
-                out.ends.append(End(row, Finish.LENGTH))
+            elif position + 1 >= request.max_len:
+                ends.append(End(row, Finish.LENGTH))
             else:
                 continue
-            self._admission.lengths.finished(request.work_class, position + 1 - request.prompt_len)
+            finished(request.work_class, position + 1 - request.prompt_len)
             done.append(request)
         if done:
             self._lifecycle.finish(done)

@@ -1,79 +1,60 @@
 """Columns over slots: all that a step changes of every row, and nothing that it does not."""
 
-import struct
-
 import numpy as np
 import numpy.typing as npt
 
-from proto.messages import I32, U32, U64
-from scheduler.pages import I32Array
+from proto.messages import I32, U32, U64, column
+from scheduler.pages import PAGE_ID_BYTES, I32Array
 from scheduler.request import ID_BYTES, Request
 
 Mask = npt.NDArray[np.bool_]
 
 
-# Columns of `Rows.fixed`, and a row of it.
-_RID, _ATTEMPT, _GENERATION, _PROMPT_LEN, _MAX_LEN, _DETOKENIZER = range(6)
-_FIXED = struct.Struct("<6Q")
-
-
 class RowView:
-    """Rows of a step, in plan order, with what does not change while a row keeps its slot.
+    """Rows of a step, in plan order, and what tells later whether they still hold their slots.
 
-    A copy, so it stays true for results that come after slots have changed hands. What every step asks for is
-    made once and kept: the view of a steady batch lives long.
+    What every result asks for is looked up once (`Rows.identify`) and kept: the view of a steady batch lives long.
     """
 
-    __slots__ = ("_attempts", "_fixed", "_max_lens", "_prompt_lens", "_rids", "departures", "index", "slots")
+    __slots__ = (
+        "attempts",
+        "departures",
+        "detokenizers",
+        "generations",
+        "identified",
+        "index",
+        "max_lens",
+        "prompt_lens",
+        "rids",
+        "slots",
+    )
 
-    def __init__(self, slots: I32Array, fixed: npt.NDArray[np.uint64], departures: int) -> None:
+    rids: bytes  # as they travel
+    attempts: bytes
+    detokenizers: I32Array
+    prompt_lens: I32Array
+    max_lens: I32Array
+
+    def __init__(self, slots: I32Array, index: npt.NDArray[np.intp], generations: I32Array, departures: int) -> None:
         self.slots = slots
-        self.index = slots.astype(np.intp)  # numpy gathers several times faster with its own index type
+        self.index = index  # the slots: numpy gathers several times faster with its own index type
+        self.generations = generations
         self.departures = departures  # `Rows.departures` then: unchanged means that all rows still stand
-        self._fixed = fixed  # [R, 6] uint64
-        self._prompt_lens: I32Array | None = None
-        self._max_lens: I32Array | None = None
-        self._rids: bytes | None = None
-        self._attempts: bytes | None = None
+        self.identified = False
 
     def __len__(self) -> int:
         return self.slots.size
 
     def only(self, mask: Mask) -> "RowView":
-        return RowView(self.slots[mask], self._fixed[mask], self.departures)
-
-    @property
-    def generations(self) -> I32Array:
-        return self._fixed[:, _GENERATION].astype(np.int32)
-
-    @property
-    def detokenizers(self) -> I32Array:
-        return self._fixed[:, _DETOKENIZER].astype(np.int32)
-
-    @property
-    def prompt_lens(self) -> I32Array:
-        if self._prompt_lens is None:
-            self._prompt_lens = self._fixed[:, _PROMPT_LEN].astype(np.int32)
-        return self._prompt_lens
-
-    @property
-    def max_lens(self) -> I32Array:
-        if self._max_lens is None:
-            self._max_lens = self._fixed[:, _MAX_LEN].astype(np.int32)
-        return self._max_lens
-
-    @property
-    def rids(self) -> bytes:
-        """The column as it travels."""
-        if self._rids is None:
-            self._rids = self._fixed[:, _RID].astype(U64).tobytes()
-        return self._rids
-
-    @property
-    def attempts(self) -> bytes:
-        if self._attempts is None:
-            self._attempts = self._fixed[:, _ATTEMPT].astype(U32).tobytes()
-        return self._attempts
+        part = RowView(self.slots[mask], self.index[mask], self.generations[mask], self.departures)
+        if self.identified:
+            part.identified = True
+            part.rids = column(self.rids, U64)[mask].tobytes()
+            part.attempts = column(self.attempts, U32)[mask].tobytes()
+            part.detokenizers = self.detokenizers[mask]
+            part.prompt_lens = self.prompt_lens[mask]
+            part.max_lens = self.max_lens[mask]
+        return part
 
 
 class Rows:
@@ -88,62 +69,92 @@ class Rows:
         self.capacity = capacity
         self.page_size = page_size
         self.generation = np.zeros(capacity, np.int32)
-        self.fixed = np.zeros((capacity, 6), U64)
-        self._fixed_bytes = self.fixed.data.cast("B")
+        self._rid = np.zeros(capacity, U64)
+        self._attempt = np.zeros(capacity, U32)
+        self._detokenizer = np.zeros(capacity, I32)
+        self._prompt_len = np.zeros(capacity, I32)
+        self.max_len = np.zeros(capacity, I32)
         self.known = np.zeros(capacity, np.int32)
         self.planned = np.zeros(capacity, np.int32)
         self.room = np.zeros(capacity, np.int32)  # tokens that the row's pages hold
         self.last_id = np.zeros(capacity, np.int32)
-        self.pages = np.zeros((capacity, max_pages), np.int32)
+        self.pages = np.zeros((capacity, max_pages), I32)
         self._flat_pages = self.pages.reshape(-1)
+        self._page_bytes = self.pages.data.cast("B")
+        self._row_bytes = max_pages * PAGE_ID_BYTES
         self.requests: list[Request | None] = [None] * capacity
         self.departures = 0
-        self._generated = np.zeros(num_pages * page_size, np.int32)
+        self._generated_pages = np.zeros((num_pages, page_size), I32)
+        self._generated = self._generated_pages.reshape(-1)
+        self._generated_bytes = self._generated_pages.data.cast("B")
+        self._ids_bytes = page_size * ID_BYTES  # of a page
         self._free = list(range(capacity - 1, -1, -1))
 
     @property
     def free(self) -> int:
         return len(self._free)
 
-    def enter(self, request: Request, pages: I32Array) -> int:
+    def enter(self, request: Request, pages: bytes) -> int:
         """Put a request into a slot with pages for all its known ids."""
         slot = self._free.pop()
-        tokens = request.tokens
-        # Not by numpy, which would make an array of the tuple first.
-        _FIXED.pack_into(
-            self._fixed_bytes,
-            slot * _FIXED.size,
-            request.rid,
-            request.attempt,
-            int(self.generation[slot]),
-            request.prompt_len,
-            request.max_len,
-            request.detokenizer,
-        )
+        tokens, ids = request.tokens, request.ids
+        self._rid[slot] = request.rid
+        self._attempt[slot] = request.attempt
+        self._detokenizer[slot] = request.detokenizer
+        self._prompt_len[slot] = request.prompt_len
+        self.max_len[slot] = request.max_len
+        count = len(pages) // PAGE_ID_BYTES
         self.known[slot] = tokens
-        self.room[slot] = pages.size * self.page_size
-        self.last_id[slot] = int.from_bytes(request.ids[-ID_BYTES:], "little")
-        self.pages[slot, : pages.size] = pages
+        self.planned[slot] = request.done
+        self.room[slot] = count * self.page_size
+        self.last_id[slot] = int.from_bytes(ids[-ID_BYTES:], "little")
+        at = slot * self._row_bytes
+        self._page_bytes[at : at + len(pages)] = pages
+        begun = tokens % self.page_size
+        if begun:
+            # Generated ids will follow in that page.
+            cell = int(self.pages[slot, count - 1]) * self._ids_bytes
+            self._generated_bytes[cell : cell + begun * ID_BYTES] = ids[-begun * ID_BYTES :]
         self.requests[slot] = request
         request.slot = slot
         return slot
 
-    def leave(self, slots: list[int]) -> I32Array:
-        """Empty these slots; returns all their pages, row after row. Results on their way no longer count."""
+    def leave(self, slots: list[int]) -> None:
+        """Empty these slots. Results on their way no longer count."""
         self.departures += 1
-        self.generation[slots] += 1
-        held = [self.held(slot) for slot in slots]
+        requests = self.requests
         for slot in slots:
-            request = self.requests[slot]
+            request = requests[slot]
             assert request is not None
             request.slot = -1
-            self.requests[slot] = None
-        self._free.extend(slots)
-        return np.concatenate(held) if len(held) > 1 else held[0].copy()
+            requests[slot] = None
+        self.generation[slots] += 1
+        self._free += slots
 
-    def held(self, slot: int) -> I32Array:
-        """A slot's pages from position 0 on; a view into its table."""
-        return self.pages[slot, : int(self.room[slot]) // self.page_size]
+    def table(self, slot: int) -> bytes:
+        """A row's pages, from position 0 on."""
+        at = slot * self._row_bytes
+        return bytes(self._page_bytes[at : at + int(self.room[slot]) // self.page_size * PAGE_ID_BYTES])
+
+    def computed(self, slots: list[int]) -> list[tuple[bytes, bytes, int]]:
+        """Of each row its pages, its ids as far as whole pages of K/V are computed at least, and how many these are.
+
+        The newest id's K/V are not computed yet.
+        """
+        size, index = self.page_size, np.array(slots, np.intp)
+        rooms, knowns = self.room.take(index).tolist(), self.known.take(index).tolist()
+        columns = []
+        for slot, room, known in zip(slots, rooms, knowns, strict=True):
+            request = self.requests[slot]
+            assert request is not None
+            at = slot * self._row_bytes
+            table = bytes(self._page_bytes[at : at + room // size * PAGE_ID_BYTES])
+            ids, first, end = request.ids, request.tokens // size, (known - 1) // size
+            if end > first:
+                generated = self._generated_pages[self.pages[slot, first:end]]
+                ids = ids[: first * self._ids_bytes] + generated.tobytes()
+            columns.append((table, ids, end))
+        return columns
 
     def append(self, slots: I32Array, pages: I32Array) -> None:
         """One more page for each of these rows."""
@@ -152,7 +163,20 @@ class Rows:
         self.room[slots] = room + self.page_size
 
     def view(self, slots: I32Array) -> RowView:
-        return RowView(slots, self.fixed[slots], self.departures)
+        index = slots.astype(np.intp)
+        return RowView(slots, index, self.generation.take(index), self.departures)
+
+    def identify(self, view: RowView) -> None:
+        """Look up whose rows these are; all of them must still stand."""
+        if view.identified:
+            return
+        index = view.index
+        view.rids = self._rid.take(index).tobytes()
+        view.attempts = self._attempt.take(index).tobytes()
+        view.detokenizers = self._detokenizer.take(index)
+        view.prompt_lens = self._prompt_len.take(index)
+        view.max_lens = self.max_len.take(index)
+        view.identified = True
 
     def take_ids(self, view: RowView, ids: I32Array) -> I32Array:
         """One new id for each row; returns their positions.
@@ -171,15 +195,30 @@ class Rows:
         self.known[index] = known + 1
         return known
 
+    def full_pages(self, slots: list[int]) -> list[tuple[bytes, int]]:
+        """Of each of these rows: ids as far as whole pages of K/V are computed at least, and the number of these pages.
+
+        The newest id's K/V are not computed yet.
+        """
+        full = []
+        for slot, end in zip(slots, ((self.known[slots] - 1) // self.page_size).tolist(), strict=True):
+            request = self.requests[slot]
+            assert request is not None
+            ids, first = request.ids, request.tokens // self.page_size
+            if end > first:
+                generated = self._generated_pages[self.pages[slot, first:end]]
+                ids = ids[: first * self._ids_bytes] + generated.tobytes()
+            full.append((ids, end))
+        return full
+
     def known_ids(self, slot: int) -> bytes:
         """All ids of a row: what it was queued with, and what it generated since."""
         request = self.requests[slot]
         assert request is not None
-        start, known = request.tokens, int(self.known[slot])
-        if known == start:
+        known = int(self.known[slot])
+        if known == request.tokens:
             return request.ids
-        size = self.page_size
-        first = start // size
-        pages = self.pages[slot, first : -(-(known - 1) // size)]
-        generated = self._generated.reshape(-1, size)[pages].ravel()[start - first * size : known - 1 - first * size]
-        return request.ids + generated.astype(I32).tobytes() + int(self.last_id[slot]).to_bytes(ID_BYTES, "little")
+        first, end = request.tokens // self.page_size, -(-(known - 1) // self.page_size)
+        generated = self._generated_pages[self.pages[slot, first:end]].tobytes()
+        start, stop = first * self.page_size * ID_BYTES, (known - 1) * ID_BYTES
+        return request.ids[:start] + generated[: stop - start] + int(self.last_id[slot]).to_bytes(ID_BYTES, "little")

@@ -6,7 +6,7 @@ out again at once: the plan that does so runs after every plan that used them (a
 
 import numpy as np
 
-from proto.messages import AdmitRow, WorkerFacts
+from proto.messages import AdmitRow, WorkerFacts, column
 from scheduler.pages import I32Array, PagePool
 from scheduler.policy import cheapest_victim, expected_peak
 from scheduler.prefix import PrefixTree
@@ -14,7 +14,7 @@ from scheduler.request import Request, State
 from scheduler.rows import Rows, RowView
 
 # Whom a preemption hurts most: interactive work is given up last.
-_VICTIM_WEIGHTS = np.array([4, 2, 1], np.int32)  # by WorkClass
+_VICTIM_WEIGHTS = np.array([4, 2, 1])  # by WorkClass
 
 
 class Running:
@@ -40,60 +40,45 @@ class Running:
 
     # ---------------------------------------------------------------- in and out
 
-    def place(self, request: Request) -> AdmitRow:
-        """Give a request a slot, the pages of its matched path, and own pages for the rest of its ids."""
-        pool = self.pool
-        hits = len(request.path.pages)
-        needed = pool.pages_of(request.tokens)
-        if hits:
-            shared = np.array(request.path.pages, np.int32)
-            pool.retain(shared)  # before the allocation, which may evict what is idle
-            pages = np.concatenate([shared, self.tree.allocate(needed - hits)])
-        else:
-            pages = self.tree.allocate(needed)
-        slot = self.rows.enter(request, pages)
+    def place(self, request: Request, budget: int) -> AdmitRow:
+        """Give a request a slot, the pages of its matched path, own pages for the rest of its ids, and its first
+        chunk of at most `budget` tokens."""
+        pool, tree, path, tokens = self.pool, self.tree, request.path, request.tokens
+        hits = path.length
+        # Held before the allocation, which may evict what is idle.
+        pages = (tree.hold(path) if hits else b"") + tree.allocate(pool.pages_of(tokens) - hits)
+        start = hits * pool.page_size
         request.state = State.PREFILL
         request.hit_pages = hits
-        request.done = hits * pool.page_size
-        self.rows.planned[slot] = request.done
+        request.done = done = min(start + budget, tokens)
+        slot = self.rows.enter(request, pages)
+        tree.extend(path, request.ids, pages, done // pool.page_size)
         self.committed += request.expected_pages
         self.prefills.append(request)
         return AdmitRow(
             slot=slot,
             ids=request.ids,
-            start=request.done,
+            start=start,
             prompt_len=request.prompt_len,
-            pages=pages.tobytes(),
+            pages=pages,
             sampling=request.sampling,
             min_len=request.min_len,
             stop_ids=request.stop_ids,
         )
 
     def leave(self, requests: list[Request], keep: bool) -> None:
-        """Empty the slots of these requests; with `keep`, what they computed enters the prefix tree.
-
-        The tree takes whole pages of the first known-1 ids: the newest id's K/V are not computed yet.
-        """
-        rows, size = self.rows, self.pool.page_size
-        if keep:
-            for request in requests:
-                self._keep(request, (int(rows.known[request.slot]) - 1) // size)
+        """Empty the slots of these requests; with `keep`, what they computed enters the prefix tree."""
+        rows, tree = self.rows, self.tree
         slots = [request.slot for request in requests]
-        for request in requests:
+        for request, (table, ids, end) in zip(requests, rows.computed(slots), strict=True):
+            tree.leave(request.path, table, ids, end if keep else 0)
             self.committed -= request.expected_pages
             if request.state is State.PREFILL:
                 self.prefills.remove(request)
         self._decoding[slots] = False
         self._view = None
         self._released += slots
-        # A page that two of them hold was a hit of one of them at least.
-        distinct = len(requests) == 1 or not any(request.hit_pages for request in requests)
-        self.tree.release(rows.leave(slots), distinct)
-
-    def _keep(self, request: Request, end: int) -> None:
-        if end > len(request.path.pages):
-            slot = request.slot
-            self.tree.extend(request.path, self.rows.known_ids(slot), self.rows.held(slot), end, leaving=True)
+        rows.leave(slots)
 
     def take_released(self) -> bytes:
         """Slots emptied since the last plan (int32)."""
@@ -110,7 +95,7 @@ class Running:
         may hit them, since every layer writes its K/V before attention reads."""
         request.done += tokens
         slot = request.slot
-        self.tree.extend(request.path, request.ids, self.rows.held(slot), request.done // self.pool.page_size)
+        self.tree.extend(request.path, request.ids, self.rows.table(slot), request.done // self.pool.page_size)
         self.rows.planned[slot] = request.done
 
     def start_decoding(self, request: Request) -> None:
@@ -131,18 +116,19 @@ class Running:
             if self._joining:
                 order = np.concatenate([order, np.array(self._joining, np.int32)])
                 self._joining.clear()
-            self._order = order = order[self._decoding[order]]
+            self._order = order = order.compress(self._decoding.take(order))
             self._view = self.rows.view(order)
             self._steps_left = 0
         return self._view
 
     def lacking_page(self, view: RowView) -> I32Array:
         """Rows whose next id begins a page that they do not have yet; as slots."""
-        lacking: I32Array = view.slots[self.rows.planned.take(view.index) == self.rows.room.take(view.index)]
+        index = view.index
+        lacking: I32Array = view.slots.compress(self.rows.planned.take(index) == self.rows.room.take(index))
         return lacking
 
     def append_pages(self, slots: I32Array) -> I32Array:
-        pages = self.tree.allocate(len(slots))
+        pages = column(self.tree.allocate(len(slots)))
         self.rows.append(slots, pages)
         return pages
 
@@ -154,16 +140,16 @@ class Running:
 
     def decoded(self, view: RowView) -> None:
         """One decode step of these rows is planned. Rows whose last id it samples leave the order."""
-        rows, slots = self.rows, view.slots
-        planned = rows.planned.take(view.index) + 1
-        rows.planned[view.index] = planned
+        rows, index = self.rows, view.index
+        planned = rows.planned.take(index) + 1
+        rows.planned[index] = planned
         if self._steps_left > 1 and self._view is view:
             self._steps_left -= 1
             return
-        left = view.max_lens - 1 - planned
-        self._steps_left = int(left.min())
+        left = rows.max_len.take(index) - planned
+        self._steps_left = int(left.min()) - 1
         if self._steps_left <= 0:
-            self._decoding[slots[left <= 0]] = False
+            self._decoding[index.compress(left <= 1)] = False
             self._view = None
 
     # ---------------------------------------------------------------- pressure
@@ -185,10 +171,11 @@ class Running:
         eligible = self.preemptible()
         if not eligible:
             return None
-        held = [self.rows.held(request.slot) for request in eligible]
-        starts = np.cumsum([0] + [pages.size for pages in held[:-1]])
+        held = self.rows.room[[request.slot for request in eligible]] // self.pool.page_size
+        # Pages with further users survive a preemption.
+        freed = held - np.array([request.path.length - request.path.own_pages for request in eligible])
         weights = _VICTIM_WEIGHTS[[request.work_class for request in eligible]]
-        return eligible[cheapest_victim(self.pool.users, np.concatenate(held), starts, weights)]
+        return eligible[cheapest_victim(freed, weights)]
 
     def peak_with(self, request: Request) -> int:
         """Most pages in use at once if this request is placed and all rows grow as expected."""
@@ -200,6 +187,5 @@ class Running:
         shared = max(self.pool.used - int(own.sum()), 0)
         needed = self.pool.pages_of(request.tokens)
         growth = np.append(np.maximum(expected - held, 1), max(request.expected_pages - needed, 1))
-        peak = expected_peak(np.append(own, needed - len(request.path)), growth)
-        newly_used = int(np.count_nonzero(self.pool.users[request.path.pages] == 0)) if len(request.path) else 0
-        return shared + newly_used + peak
+        peak = expected_peak(np.append(own, needed - request.path.length), growth)
+        return shared + request.path.idle_pages + peak

@@ -9,6 +9,7 @@ import hashlib
 import random
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 import msgspec
@@ -16,6 +17,7 @@ import numpy as np
 
 from proto.ids import StageKind, server_of
 from proto.messages import U32, U64, Admit, Census, Finish, Flush, StageState, StepPlan, WorkClass
+from scheduler.pages import PAGE_ID_BYTES
 from scheduler.prefix import Path
 from scheduler.request import State
 from tests.scheduler_fakes import (
@@ -222,7 +224,7 @@ class Fuzz:
         prompt = i32(self.random.choice(self._stems))
         path = Path(self.random.choice(_SALTS))
         tree.match(path, prompt, 12)
-        tree.pin(path)
+        tree.hold(path)
         self._pins.append(path)
 
     def _unpin(self) -> None:
@@ -282,19 +284,23 @@ class Fuzz:
     def check(self) -> None:
         """Count everything anew."""
         scheduler = self.ring.scheduler
-        running, pool, rows = scheduler._running, scheduler._running.pool, scheduler._running.rows
-        running.tree.check()
-        users = np.zeros(pool.num_pages, np.int64)
-        for path in self._pins:
-            np.add.at(users, path.pages, 1)
+        running, rows = scheduler._running, scheduler._running.rows
+        users = Counter(node for path in self._pins for node in path.nodes)
         requests = [request for request in rows.requests if request is not None]
+        own = b""
         for request in requests:
-            held = rows.held(request.slot)
-            assert len(set(held.tolist())) == held.size
-            users[held] += 1
+            path, table = request.path, rows.table(request.slot)
+            shared = len(path.pages)
+            assert len(path) * PAGE_ID_BYTES == shared
+            assert table[:shared] == path.pages
+            own += table[shared:]
+            users.update(path.nodes)
             assert request.state in (State.PREFILL, State.DECODE)
             assert rows.planned[request.slot] <= rows.room[request.slot]
-        assert np.array_equal(users, pool.users), "users of a page are miscounted"
+        running.tree.check(own)
+        for node in running.tree.nodes():
+            assert users.pop(node, 0) == node.users, "users of a page are miscounted"
+        assert not users, "a page is used that is not in the tree"
         assert running.count == len(requests)
         assert running.committed == sum(request.expected_pages for request in requests)
         queued = [r for r in scheduler._registry.requests.values() if r.state is State.QUEUED]

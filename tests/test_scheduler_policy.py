@@ -28,12 +28,11 @@ def test_the_peak_is_that_of_a_simulation(rows: list[tuple[int, int]]) -> None:
 
 
 def test_the_victim_is_the_cheapest_after_prefix_reuse() -> None:
-    users = np.array([1, 1, 1, 2, 2, 1], np.int32)
-    # Row 0 would recompute three pages, row 1 one (two are shared), row 2 frees nothing.
-    pages = np.array([0, 1, 2, 3, 4, 5, 3, 4], np.int32)
-    starts = np.array([0, 3, 6])
-    assert cheapest_victim(users, pages, starts, np.array([1, 1, 1], np.int32)) == 1
-    assert cheapest_victim(users, pages, starts, np.array([1, 4, 1], np.int32)) == 0
+    # Row 0 would recompute three pages, row 1 one (others are shared), row 2 frees nothing.
+    freed = np.array([3, 1, 0])
+    assert cheapest_victim(freed, np.array([1, 1, 1])) == 1
+    assert cheapest_victim(freed, np.array([1, 4, 1])) == 0
+    assert cheapest_victim(np.array([2, 2]), np.array([1, 1])) == 1
 
 
 def test_lengths_are_learned_by_class_and_preemption_makes_them_careful() -> None:
