@@ -58,6 +58,7 @@ class ServeConfig:
     prefix_caching: bool = True
     chunked_prefill: bool = True
     pipeline_depth: int = 2
+    enforce_eager: bool = False
     debug_preempt_every: int = 0
     num_servers: int = 1
     max_in_flight_requests: int = 4096
@@ -79,6 +80,11 @@ class ServeConfig:
         return self.device.startswith("sim:")
 
     @property
+    def on_gpu(self) -> bool:
+        """Runs, or is taken to run, on a GPU whose memory is ours."""
+        return self.simulated or self.device == "cuda"
+
+    @property
     def needs_weights(self) -> bool:
         return not self.simulated and self.load_format != "dummy"
 
@@ -90,12 +96,12 @@ class ServeConfig:
     @property
     def batch_seqs(self) -> int:
         """Rows that run at once."""
-        return self.max_num_seqs or (512 if self.simulated else 64)
+        return self.max_num_seqs or (512 if self.simulated else 256 if self.on_gpu else 64)
 
     @property
     def batch_tokens(self) -> int:
         """Tokens a step."""
-        wanted = self.max_num_batched_tokens or (4096 if self.simulated else 512)
+        wanted = self.max_num_batched_tokens or (4096 if self.on_gpu else 512)
         # Every running row decodes in a step, so fewer tokens than rows would starve some.
         return wanted if self.max_num_batched_tokens else max(wanted, self.batch_seqs)
 
@@ -104,7 +110,7 @@ class ServeConfig:
         """Memory for the KV pool. None = the worker takes its share of what its device has free."""
         if self.kv_cache_memory_bytes is not None or self.num_pages is not None:
             return self.kv_cache_memory_bytes
-        if self.simulated or self.gpu_memory_utilization is not None:
+        if self.on_gpu or self.gpu_memory_utilization is not None:
             return None
         # The machine's memory is not ours alone, as a GPU's is.
         return min(_CPU_KV_BYTES, int(_CPU_KV_SHARE * psutil.virtual_memory().available))
@@ -205,6 +211,8 @@ def _options(config: ServeConfig, around: Surroundings, kind: StageKind) -> Opti
                 max_num_seqs=config.batch_seqs,
                 max_num_batched_tokens=config.batch_tokens,
                 threads=config.threads,
+                pipeline_depth=config.pipeline_depth,
+                enforce_eager=config.enforce_eager,
             )
         case _:
             raise AssertionError(f"{kind} has no options")

@@ -190,6 +190,11 @@ def _gpu() -> Iterator[Check]:
     yield _torch_build()
 
 
+def lacking_for_cuda() -> list[str]:
+    """What `--device cuda` cannot do without and this machine lacks, in words. Kernels may come compiled: not nvcc."""
+    return [f"{check.name}: {check.detail}" for check in _gpu() if check.state != "ok" and check.name != "nvcc"]
+
+
 def _torch_build() -> Check:
     """Which CUDA torch was built for, read without importing it."""
     found = find_spec("torch")

@@ -10,11 +10,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.cli.doctor import lacking_for_cuda
+
 if TYPE_CHECKING:
     from engine.config import ServeConfig
 
 _SIMULATED = re.compile(r"sim:[a-z0-9]+(?:,.*)?")
-_DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32", "float": "float32"}
+_DTYPES = {
+    "auto": "auto",
+    "bfloat16": "bfloat16",
+    "float32": "float32",
+    "float": "float32",
+    "float16": "float16",
+    "half": "float16",
+}
+_DEVICES = "cpu, reference, cuda, sim:h200, sim:h100, sim:custom"
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _STAGES = "server, tokenizer, scheduler, worker, detokenizer"
 
@@ -44,6 +54,9 @@ def run(args: argparse.Namespace) -> int:
     if clash:
         sys.stderr.write(f"quintet: error: {clash}\n")
         return 2
+    if args.device == "cuda" and (lacking := lacking_for_cuda()):
+        sys.stderr.write(f"quintet serve: error: --device cuda: {'; '.join(lacking)} (see `quintet doctor`)\n")
+        return 2
     # Not before: a foreign `proto` would end the import in a traceback.
     from engine.supervisor import serve
 
@@ -68,6 +81,8 @@ def config_of(args: argparse.Namespace) -> "ServeConfig":
             f"argument --max-num-batched-tokens: {args.max_num_batched_tokens} is less than --max-num-seqs "
             f"{args.max_num_seqs}: every running sequence takes one token a step"
         )
+    if args.dtype == "float16" and args.device != "cuda":
+        args.parser.error(f"argument --dtype: float16 needs --device cuda; --device is {args.device}")
     return ServeConfig(
         model=args.model,
         served_model_names=tuple(args.served_model_name or ()),
@@ -87,6 +102,7 @@ def config_of(args: argparse.Namespace) -> "ServeConfig":
         prefix_caching=args.enable_prefix_caching,
         chunked_prefill=args.enable_chunked_prefill,
         pipeline_depth=args.pipeline_depth,
+        enforce_eager=args.enforce_eager,
         debug_preempt_every=args.debug_preempt_every,
         num_servers=args.num_servers,
         max_in_flight_requests=args.max_in_flight_requests,
@@ -113,9 +129,12 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
         "--served-model-name", type=_name, nargs="+", metavar="NAME", help="names that requests use (--model)"
     )
     group.add_argument(
-        "--device", type=_device, default="cpu", help="cpu, reference (slow, exact), or sim:h200, sim:h100, sim:custom"
+        "--device",
+        type=_device,
+        default="cpu",
+        help="cpu, reference (slow, exact), cuda (not yet run on a GPU), or sim:h200, sim:h100, sim:custom",
     )
-    group.add_argument("--dtype", type=_dtype, default="auto", help="auto (the model's), bfloat16, float32")
+    group.add_argument("--dtype", type=_dtype, default="auto", help="auto (the model's), bfloat16, float32, float16")
     group.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
     group.add_argument("--seed", type=_int(0, (1 << 63) - 1), default=0, metavar="N", help="of dummy weights")
     group.add_argument("--threads", type=_int(1, 4096), metavar="N", help="of the worker (default: one a core)")
@@ -129,14 +148,19 @@ def _add_address_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-model-len", type=_int(1), metavar="N", help="prompt + output tokens (the model's)")
-    group.add_argument("--max-num-seqs", type=_int(1, 65536), metavar="N", help="sequences at once (64; sim: 512)")
-    group.add_argument("--max-num-batched-tokens", type=_int(1), metavar="N", help="tokens a step (512; sim: 4096)")
+    group.add_argument(
+        "--max-num-seqs", type=_int(1, 65536), metavar="N", help="sequences at once (64; cuda: 256, sim: 512)"
+    )
+    group.add_argument(
+        "--max-num-batched-tokens", type=_int(1), metavar="N", help="tokens a step (512; cuda, sim: 4096)"
+    )
     group.add_argument("--num-pages", type=_int(2), metavar="N", help="KV pages of 16 tokens")
     group.add_argument("--kv-cache-memory-bytes", type=_size, metavar="N[kmg]", help="KV memory (cpu: up to 2g)")
-    group.add_argument("--gpu-memory-utilization", type=_share, metavar="X", help="share of free memory (sim: 0.9)")
+    group.add_argument("--gpu-memory-utilization", type=_share, metavar="X", help="share of memory (cuda, sim: 0.9)")
     group.add_argument("--enable-prefix-caching", action=BooleanOptionalAction, default=True, help="(default: on)")
     group.add_argument("--enable-chunked-prefill", action=BooleanOptionalAction, default=True, help="(default: on)")
     group.add_argument("--pipeline-depth", type=_int(1, 8), default=2, metavar="N", help="steps in flight (default 2)")
+    group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs (cuda)")
     group.add_argument("--debug-preempt-every", type=_int(0), default=0, metavar="N", help="force one each N steps")
 
 
@@ -172,7 +196,6 @@ def _add_unbuilt_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--quantization", type=_only("none"), metavar="none")
     group.add_argument("--kv-cache-dtype", type=_only("auto"), metavar="auto")
     group.add_argument("--swap-space", type=_only("0"), metavar="0")
-    group.add_argument("--enforce-eager", action="store_true", help="true of every device so far")
 
 
 def _int(low: int, high: int | None = None) -> Callable[[str], int]:
@@ -237,8 +260,8 @@ def _number(text: str) -> float:
 
 
 def _device(text: str) -> str:
-    if text not in ("cpu", "reference") and not _SIMULATED.fullmatch(text):
-        raise ArgumentTypeError(f"{text!r} is not built yet; supported: cpu, reference, sim:h200, sim:h100, sim:custom")
+    if text not in ("cpu", "reference", "cuda") and not _SIMULATED.fullmatch(text):
+        raise ArgumentTypeError(f"{text!r} is not built yet; supported: {_DEVICES}")
     return text
 
 
