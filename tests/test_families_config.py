@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoConfig
@@ -12,6 +13,7 @@ from engine.cli.estimate import count_parameters
 from engine.models import ModelError, read_config
 from proto.model import ModelConfig, RopeConfig
 from tests.tiny_models import NEWER_FAMILIES, make_tiny
+from worker.law import step
 from worker.roofline import Roofline, parse_gpu
 
 SIZES = {
@@ -211,3 +213,20 @@ def test_parameters_are_counted_to_the_last(tmp_path: Path, family: str) -> None
     assert count_parameters(config) == held
     small = 12 * config.num_layers * config.hidden_size + 4 * config.hidden_size  # biases and norms
     assert 0 <= held - Roofline(config, parse_gpu("sim:h200"), 1).weight_bytes <= small
+
+
+def test_a_simulated_step_reads_the_experts_that_its_tokens_choose(tmp_path: Path) -> None:
+    """One token reads its own few, hundreds of tokens read all; each computes its own few."""
+    dense = read(tmp_path, qwen3_moe(mlp_only_layers=list(range(7)), intermediate_size=96))
+    mixed = read(tmp_path, qwen3_moe(num_experts=16, num_experts_per_tok=4, moe_intermediate_size=24))
+    # Four experts of 24 are one MLP of 96: a token's arithmetic is the same, but for the router.
+    gpu = parse_gpu("sim:custom,bandwidth=1,flops=1e30,memory=1e9,launch=0")
+    router, expert = 7 * 64 * 16, 7 * 3 * 64 * 24
+    for tokens, experts_read in ((1, 4), (1000, 16)):
+        batch = step([np.zeros(tokens, np.int32)], 16)
+        extra = Roofline(mixed, gpu, 1).seconds(batch) - Roofline(dense, gpu, 1).seconds(batch)
+        assert extra == pytest.approx(router + (experts_read - 4) * expert)
+    gpu = parse_gpu("sim:custom,bandwidth=1e30,flops=1,memory=1e9,launch=0")
+    batch = step([np.zeros(10, np.int32)], 16)
+    extra = Roofline(mixed, gpu, 1).seconds(batch) - Roofline(dense, gpu, 1).seconds(batch)
+    assert extra == pytest.approx(2 * 10 * router)
