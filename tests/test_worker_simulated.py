@@ -207,12 +207,13 @@ def test_the_simulated_device_refuses_as_a_real_one() -> None:
     assert bench.device.launch(make_plan(step=4)) is None
 
 
-def generate(bench: Bench, seeds: list[int], prompt: int, count: int) -> list[list[int]]:
+def generate(bench: Bench, seeds: list[int], prompt: int, count: int, temperature: float = 1.0) -> list[list[int]]:
     """`count` tokens for each seed, all in one batch."""
     admits = []
     for slot, seed in enumerate(seeds):
         row = make_admit(slot, [1] * prompt, [slot * 8 + i for i in range(8)])
-        admits.append(msgspec.structs.replace(row, sampling=msgspec.structs.replace(row.sampling, seed=seed)))
+        sampling = msgspec.structs.replace(row.sampling, seed=seed, temperature=temperature)
+        admits.append(msgspec.structs.replace(row, sampling=sampling))
     chunks = i32(*(value for slot in range(len(seeds)) for value in (slot, prompt, 1)))
     completions = [bench.launch(admits=tuple(admits), chunks=chunks)]
     completions.append(bench.launch(decode_slots=i32(*range(len(seeds)))))
@@ -226,6 +227,8 @@ def test_ids_follow_from_seed_and_position_and_are_never_an_eos() -> None:
     assert generate(Bench(), [8], prompt=3, count=25)[0] == together[1]
     assert generate(Bench(), [8], prompt=5, count=23)[0] == together[1][2:]
     assert together[0] != together[1] != together[2]
+    greedy = generate(Bench(), [7, 8], prompt=3, count=25, temperature=0.0)
+    assert greedy[0] == greedy[1]
     drawn = {i for row in together for i in row}
     assert 2 not in drawn
     assert len(drawn) > 25

@@ -100,8 +100,9 @@ class SimulatedDevice:
         return Completion(result, due=start + duration)
 
     def _invent(self, rows: SamplingRows) -> I32Array:
-        """Ids as a function of seed and position; an EOS only with the probability that was asked for."""
-        numbers = scramble(rows.params["seed"] + rows.positions.astype(np.uint64) * _ODD)
+        """Ids as a function of position and, unless greedy, seed; an EOS only with the probability asked for."""
+        seeds = np.where(rows.params["temperature"] > 0, rows.params["seed"], np.uint64(0))
+        numbers = scramble(seeds + rows.positions.astype(np.uint64) * _ODD)
         ids: I32Array = self._words[(numbers >> np.uint64(32)) % np.uint64(len(self._words))]
         if self._eos_below and self._eos_id is not None:
             ends = ((numbers & np.uint64(0xFFFFFFFF)) < self._eos_below) & (rows.positions >= rows.params["min_len"])
