@@ -158,3 +158,17 @@ def test_percentile_is_a_value_with_enough_below(values: list[float], percent: f
     found = percentile(values, percent)
     assert found in values
     assert sum(value <= found for value in values) >= len(values) * percent / 100
+
+
+@pytest.mark.parametrize(
+    "flags", [["--address", ""], ["--address", "host:0"], ["--timeout", "nan"], ["--timeout", "0"]], ids=" ".join
+)
+def test_flags_out_of_range_are_named_before_anything_is_asked(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "hello", *flags])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert flags[0] in error
+    assert repr(flags[1]) in error

@@ -1,6 +1,7 @@
 """How a command's flags become a request: shared by `quintet generate` and `quintet chat`."""
 
 import argparse
+import math
 from typing import cast
 
 from quintet_client import ChatMessage, GenerateOptions
@@ -28,7 +29,17 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop", dest="stop_strings", action="append", metavar="TEXT", help="end before this text; may be repeated"
     )
     group.add_argument("--ignore-eos", action="store_const", const=True, help="go on after the model's end")
-    parser.add_argument("--timeout", type=float, metavar="S", help="seconds after which the server gives up")
+    parser.add_argument("--timeout", type=_seconds, metavar="S", help="seconds after which the server gives up")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
 
 
 def options_of(args: argparse.Namespace) -> GenerateOptions:

@@ -17,8 +17,19 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 def add_address_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
-        "--address", metavar="HOST:PORT", default=DEFAULT_ADDRESS, help="a running server (default: %(default)s)"
+        "--address",
+        metavar="HOST:PORT",
+        type=_address,
+        default=DEFAULT_ADDRESS,
+        help="a running server (default: %(default)s)",
     )
+
+
+def _address(text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT with a port of 1..65535")
+    return text
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
