@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from proto.model import ModelConfig
 from worker.attention.alibi import alibi_slopes
 from worker.layers.cpu_ops import CpuOps
 from worker.layers.gemm import GemmRule
 from worker.layers.ops import Ops
 from worker.layers.reference_ops import ReferenceOps
+from worker.models.moe import Mixtral
 
 CPU, REFERENCE = CpuOps(GemmRule(False, 1, {}), 1), ReferenceOps()
 SIZE = 102  # no multiple of the kernels' 16 lanes
@@ -105,3 +107,55 @@ def test_slopes_by_hand() -> None:
     assert alibi_slopes(8).tolist() == [2.0**-n for n in range(1, 9)]
     assert alibi_slopes(6).tolist() == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]
     assert alibi_slopes(1).tolist() == [2.0**-8]
+
+
+class StrictOps(ReferenceOps):
+    """Products want rows in fours, and say so."""
+
+    row_multiple = 4
+
+    def linear(self, x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+        assert x.shape[0] % self.row_multiple == 0, f"{x.shape[0]} rows"
+        return super().linear(x, packed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mixture_is_the_weighted_sum_of_its_experts(dtype: torch.dtype) -> None:
+    """Against experts computed one by one for each token; whoever else is in the step changes no bit."""
+    config = ModelConfig(
+        family="mixtral",
+        vocab_size=8,
+        hidden_size=12,
+        intermediate_size=10,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=12,
+        norm_eps=1e-6,
+        max_position_embeddings=8,
+        num_experts=5,
+        experts_per_token=2,
+        expert_size=10,
+        renormalise_experts=True,
+    )
+    mixture = Mixtral(config, StrictOps(), dtype=dtype, max_position=8).layers[0].mlp
+    generator = torch.Generator().manual_seed(4)
+    for parameter in mixture.parameters("mlp"):
+        parameter.tensor.normal_(0, 0.5, generator=generator)
+    weights = {parameter.name: parameter.tensor.float() for parameter in mixture.parameters("mlp")}
+    mixture.pack()
+    x = torch.randn(24, 12, generator=generator).to(dtype)
+    got = mixture(x)
+    for token in range(len(x)):
+        row = x[token].float()
+        probabilities = (weights["mlp.router.weight"] @ row).softmax(0)
+        chosen = probabilities.topk(2)
+        expected = torch.zeros(12)
+        for weight, expert in zip(chosen.values / chosen.values.sum(), chosen.indices.tolist(), strict=True):
+            gate, up, down = (weights[f"mlp.experts.{expert}.{part}.weight"] for part in ("gate", "up", "down"))
+            expected += weight * (down @ (torch.nn.functional.silu(gate @ row) * (up @ row)))
+        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(got[token].float(), expected, rtol=tolerance, atol=tolerance)
+    order = torch.randperm(len(x), generator=generator)
+    assert torch.equal(mixture(x[order]), got[order])
+    assert torch.equal(mixture(x[4:8]), got[4:8])
