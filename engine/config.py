@@ -49,6 +49,7 @@ class ServeConfig:
     load_format: str = "auto"
     seed: int = 0
     threads: int | None = None
+    tensor_parallel_size: int = 1
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -107,20 +108,22 @@ class ServeConfig:
 
     @property
     def kv_bytes(self) -> int | None:
-        """Memory for the KV pool. None = the worker takes its share of what its device has free."""
+        """Memory for a worker's KV pool. None = the worker takes its share of what its device has free."""
         if self.kv_cache_memory_bytes is not None or self.num_pages is not None:
             return self.kv_cache_memory_bytes
         if self.on_gpu or self.gpu_memory_utilization is not None:
             return None
-        # The machine's memory is not ours alone, as a GPU's is.
-        return min(_CPU_KV_BYTES, int(_CPU_KV_SHARE * psutil.virtual_memory().available))
+        # The machine's memory is not ours alone, as a GPU's is. Workers that share the model share this too.
+        total = min(_CPU_KV_BYTES, int(_CPU_KV_SHARE * psutil.virtual_memory().available))
+        return total // self.tensor_parallel_size
 
     @property
     def addresses(self) -> list[Address]:
         """Every stage of the instance."""
         servers = [Address(StageKind.SERVER, index) for index in range(self.num_servers)]
-        rest = (StageKind.TOKENIZER, StageKind.SCHEDULER, StageKind.WORKER, StageKind.DETOKENIZER)
-        return servers + [Address(kind, 0) for kind in rest]
+        workers = [Address(StageKind.WORKER, rank) for rank in range(self.tensor_parallel_size)]
+        tokenizer, scheduler = Address(StageKind.TOKENIZER, 0), Address(StageKind.SCHEDULER, 0)
+        return [*servers, tokenizer, scheduler, *workers, Address(StageKind.DETOKENIZER, 0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +214,7 @@ def _options(config: ServeConfig, around: Surroundings, kind: StageKind) -> Opti
                 max_num_seqs=config.batch_seqs,
                 max_num_batched_tokens=config.batch_tokens,
                 threads=config.threads,
+                tensor_parallel_size=config.tensor_parallel_size,
                 pipeline_depth=config.pipeline_depth,
                 enforce_eager=config.enforce_eager,
             )

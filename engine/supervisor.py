@@ -18,6 +18,7 @@ from engine.actions import Action, Announce, Kill, Say, Start, Tell
 from engine.config import MODULES, ServeConfig, Surroundings, command_line, stage_config
 from engine.console import Console
 from engine.lifecycle import Lifecycle, Limits
+from engine.parallel import refuse_division
 from engine.port import Port, PortError
 from engine.preparation import PreparationError, prepare_model
 from engine.processes import DeathPipe, Process, look_at
@@ -66,6 +67,9 @@ def _serve(config: ServeConfig, modules: Mapping[StageKind, str], console: Conso
         )
         if manifest is None:
             return 0
+        if refusal := refuse_division(manifest.config, config.tensor_parallel_size):
+            console.forward(f"quintet serve: error: {refusal}")
+            return _USAGE_ERROR
         return Supervisor(config, modules, manifest, port, run_dir.path, pipe, console, signals).run()
     except PreparationError as error:
         console.forward(f"quintet serve: error: {error}")

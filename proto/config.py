@@ -59,9 +59,10 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
-    threads: int | None  # None = one for each core
+    threads: int | None  # of each rank; None = one for each core, divided between ranks
     pipeline_depth: int = 2  # cuda: steps in flight, whose host memory is made ready at start
     enforce_eager: bool = False  # cuda: no CUDA graphs
+    tensor_parallel_size: int = 1  # ranks that share the model; this one's number is the stage's index
 
 
 Options = ServerOptions | TokenizerOptions | DetokenizerOptions | SchedulerOptions | WorkerOptions

@@ -39,7 +39,11 @@ def options(config: ServeConfig, kind: StageKind) -> object:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--tensor-parallel-size", "2"], "argument --tensor-parallel-size: 2 is not built yet; supported: 1"),
+        (["--tensor-parallel-size", "0"], "argument --tensor-parallel-size: 0 is outside 1..64"),
+        (
+            ["--tensor-parallel-size", "2", "--device", "sim:h200"],
+            "argument --tensor-parallel-size: 2 ranks need --device cpu or reference; --device is sim:h200",
+        ),
         (["--pipeline-parallel-size", "4"], "argument --pipeline-parallel-size: 4 is not built yet; supported: 1"),
         (["--data-parallel-size", "2"], "argument --data-parallel-size: 2 is not built yet; supported: 1"),
         (["--quantization", "awq"], "argument --quantization: awq is not built yet; supported: none"),

@@ -10,6 +10,8 @@ from proto.ids import StageKind
 from proto.messages import Message, Reset, StepPlan, WorkerFacts, World
 from worker.device import Device
 from worker.output import OutputThread
+from worker.parallel import PeerLostError
+from worker.ranks import Followers, end_without_peers
 
 # A result must not wait 5 ms, the default, for a launching thread that is busy in Python. At 0.1 ms, steps of 0.45 ms
 # still lost 3 % of the device (`quintet bench host`).
@@ -19,10 +21,11 @@ _SWITCH_INTERVAL = 5e-6
 class WorkerLoop:
     """Implements `engine.runtime.stage.Handler`."""
 
-    def __init__(self, stage: Stage, device: Device) -> None:
+    def __init__(self, stage: Stage, device: Device, followers: Followers) -> None:
         sys.setswitchinterval(_SWITCH_INTERVAL)
         self._stage = stage
         self._device = device
+        self._followers = followers
         self._plans: deque[StepPlan] = deque()
         self._output = OutputThread(
             stage.config.run_dir,
@@ -37,6 +40,7 @@ class WorkerLoop:
                 self._plans.append(message)
             case Reset():
                 self._plans.clear()
+                self._followers.tell(message)
                 self._device.reset(message.epoch)
             case World():
                 scheduler = self._stage.find(StageKind.SCHEDULER, self._stage.address.index)
@@ -46,7 +50,12 @@ class WorkerLoop:
     def step(self, now: int) -> float | None:
         if not self._plans:
             return None
-        completion = self._device.launch(self._plans.popleft())
+        plan = self._plans.popleft()
+        self._followers.tell(plan)
+        try:
+            completion = self._device.launch(plan)
+        except PeerLostError as error:
+            end_without_peers(self._stage, error)
         if completion is not None:
             self._output.put(completion)
         return 0.0 if self._plans else None

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +12,8 @@ from proto.messages import Desync, StepPlan, StepResult
 from worker.batch import StepBatch
 from worker.device import Completion, StepClock
 from worker.forward import Forward
-from worker.sampler import Sampled, sample
+from worker.parallel import ALONE, Group
+from worker.sampler import Sampled, SamplingRows, sample
 from worker.sequence import PlanSequence
 from worker.tables import SlotTables
 
@@ -22,9 +24,12 @@ _NOTHING_SAMPLED = Sampled(np.zeros(0, np.int32), np.zeros(0, np.uint8), ())
 
 
 class Runner:
-    """Forward pass and sampling of every step, and the last token of every slot."""
+    """Forward pass and sampling of every step, and the last token of every slot.
 
-    def __init__(self, forward: Forward, options: WorkerOptions) -> None:
+    Every rank of `group` has one and gets the same plans; rank 0 samples.
+    """
+
+    def __init__(self, forward: Forward, options: WorkerOptions, group: Group = ALONE) -> None:
         self.forward = forward
         self.num_pages = forward.num_pages
         self.page_size = forward.page_size
@@ -37,6 +42,7 @@ class Runner:
         self.dtype = forward.dtype
         self.clock = StepClock()
         self.on_logits: Callable[[StepBatch, torch.Tensor], None] | None = None  # a tap for tests
+        self._group = group
         self._sequence = PlanSequence()
         self._tables = SlotTables(
             max_slots=options.max_num_seqs,
@@ -58,7 +64,8 @@ class Runner:
         return None if answer is None else Completion(answer, due=0)
 
     def step(self, plan: StepPlan) -> StepResult | Desync | None:
-        """Run a plan to its end. None: it is refused like one before it. Raises PlanError."""
+        """Run a plan to its end. None: it is refused like one before it. Raises PlanError, PeerLostError."""
+        self._group.check_same((plan.epoch, plan.step), "a plan of (epoch, step)")
         if not self._sequence.follows(plan):
             return self._sequence.refuse(plan)
         waited = self._tables.running_through(plan)
@@ -88,6 +95,14 @@ class Runner:
         if not len(batch.logit_tokens):
             return _NOTHING_SAMPLED
         rows = self._tables.sampling_rows(batch)
-        sampled = sample(logits.numpy(), rows)
+        sampled = self._sample(logits, rows)
         self._last_token[rows.slots] = sampled.ids
         return sampled
+
+    def _sample(self, logits: "torch.Tensor", rows: SamplingRows) -> Sampled:
+        """Only rank 0 makes it whole: others are told the ids."""
+        if self._group.rank > 0:
+            ids = np.empty(len(rows.slots), np.int32)
+            return replace(_NOTHING_SAMPLED, ids=self._group.ids_of_rank_0(ids))
+        sampled = sample(logits.numpy(), rows)
+        return replace(sampled, ids=self._group.ids_of_rank_0(sampled.ids))

@@ -1,12 +1,15 @@
 """From options to a device that runs plans. A simulated one starts without torch."""
 
 import logging
+from pathlib import Path
 from typing import NoReturn
 
-from engine.runtime.stage import Stage
+from engine.runtime.stage import Handler, Stage
 from proto.config import WorkerOptions
 from worker.device import Device, DeviceError
 from worker.loop import WorkerLoop, facts_of
+from worker.parallel import ALONE, Group, PeerLostError
+from worker.ranks import FollowerLoop, Followers, end_without_peers
 
 log = logging.getLogger(__name__)
 
@@ -23,16 +26,25 @@ def play(stage: Stage) -> NoReturn:
     except DeviceError as error:
         log.critical("%s", error)
         stage.exit(_CANNOT)
+    except PeerLostError as error:
+        end_without_peers(stage, error)
     except Exception:
         log.critical("this stage dies of a bug while it loads", exc_info=True)
         stage.exit(_BUG)
-    loop = WorkerLoop(stage, device)
+    loop: Handler
+    if stage.address.index == 0:
+        loop = WorkerLoop(stage, device, Followers(stage, options.tensor_parallel_size))
+    else:
+        loop = FollowerLoop(stage, device)
     stage.ready(facts_of(device, options))
     stage.run(loop)
 
 
 def _device(stage: Stage, options: WorkerOptions) -> Device:
     """Ready to run plans. Raises DeviceError, which names the file or the option that is at fault."""
+    size = options.tensor_parallel_size
+    if size > 1 and options.device not in ("cpu", "reference"):
+        raise DeviceError(f"--tensor-parallel-size {size}: --device {options.device} runs on one rank only")
     if options.device.startswith("sim:"):
         from worker.simulated import SimulatedDevice
 
@@ -54,6 +66,14 @@ def _device(stage: Stage, options: WorkerOptions) -> Device:
     from worker.torch_forward import TorchForward
 
     try:
-        return Runner(TorchForward.load(options, progress), options)
+        group = _join(stage, size) if size > 1 else ALONE
+        return Runner(TorchForward.load(options, progress, group), options, group)
     except (LoadError, LawError) as error:
         raise DeviceError(str(error)) from error
+
+
+def _join(stage: Stage, size: int) -> Group:
+    """The ranks of this instance, of which this process is one. Raises PeerLostError."""
+    from worker.distributed import DistributedGroup
+
+    return DistributedGroup(stage.address.index, size, Path(stage.config.run_dir) / "ranks")

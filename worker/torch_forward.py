@@ -14,7 +14,7 @@ from proto.config import WorkerOptions
 from proto.model import ModelManifest
 from worker.attention.base import AttentionBackend, AttentionShape
 from worker.attention.cpu import CpuAttention
-from worker.attention.pool import PoolSize, size_pool
+from worker.attention.pool import PoolSize, agree_on_pool, size_pool
 from worker.attention.reference import ReferenceAttention
 from worker.batch import StepBatch
 from worker.law import check_law
@@ -26,6 +26,7 @@ from worker.loader.errors import LoadError
 from worker.loader.load import fill_dummy, load_checkpoint
 from worker.models import FAMILIES
 from worker.models.base import Model
+from worker.parallel import ALONE, Group
 
 Progress = Callable[[str, int, int], None]
 
@@ -57,9 +58,10 @@ class TorchForward:
         self._row_multiple = ops.row_multiple
 
     @classmethod
-    def load(cls, options: WorkerOptions, progress: Progress) -> "TorchForward":
+    def load(cls, options: WorkerOptions, progress: Progress, group: Group = ALONE) -> "TorchForward":
         """Read weights, allocate KV memory, compile what needs compiling, and check the law.
 
+        All ranks of `group` do the same at the same time; the law is checked on all of them, on the whole logits.
         dtype "auto" is the checkpoint's own on these devices if bfloat16 or float32, and float32 for float16.
         Raises LoadError, naming the file or the option.
         """
@@ -68,13 +70,15 @@ class TorchForward:
         config = options.manifest.config
         family = _family(options.manifest)
         dtype = resolve_dtype(options.dtype, config.dtype)
-        threads = min(options.threads or len(os.sched_getaffinity(0)), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+        cores = max(len(os.sched_getaffinity(0)) // group.size, 1)
+        threads = min(options.threads or cores, numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
         torch.set_num_threads(threads)
-        pool = size_pool(options, config.kv_bytes_per_token(dtype.itemsize))
+        local = group.shape(config)
+        pool = agree_on_pool(size_pool(options, local.kv_bytes_per_token(dtype.itemsize)), group, options.page_size)
         shape = AttentionShape(
             num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+            num_heads=local.num_heads,
+            num_kv_heads=local.num_kv_heads,
             head_dim=config.head_dim,
             windows=config.windows,
             page_size=options.page_size,
@@ -83,6 +87,7 @@ class TorchForward:
             scale=config.attention_scale or config.head_dim**-0.5,
             logits_soft_cap=config.attention_soft_cap,
             alibi=config.alibi,
+            heads=group.share(config.num_heads),
         )
         ops: Ops
         attention: AttentionBackend
@@ -90,10 +95,10 @@ class TorchForward:
             ops, attention = ReferenceOps(), ReferenceAttention(shape)
         else:
             progress("checking matrix products", 0, 0)
-            shapes = family.gemm_shapes(config, dtype, options.max_num_batched_tokens, options.max_num_seqs)
-            ops = CpuOps(find_rule(shapes), threads)
+            shapes = family.gemm_shapes(local, dtype, options.max_num_batched_tokens, options.max_num_seqs)
+            ops = CpuOps(group.agree(lambda: find_rule(shapes)), threads)  # the shapes are the same on every rank
             attention = CpuAttention(shape, threads)
-        model = _model(options, family, ops, dtype, pool.max_model_len, progress)
+        model = _model(options, family, ops, dtype, pool.max_model_len, progress, group)
         forward = cls(options, model, attention, ops, pool, dtype)
         progress("compiling kernels and checking that outputs do not depend on the batch", 0, 0)
         check_law(forward)
@@ -134,11 +139,17 @@ def _family(manifest: ModelManifest) -> type[Model]:
 
 
 def _model(
-    options: WorkerOptions, family: type[Model], ops: Ops, dtype: torch.dtype, max_position: int, progress: Progress
+    options: WorkerOptions,
+    family: type[Model],
+    ops: Ops,
+    dtype: torch.dtype,
+    max_position: int,
+    progress: Progress,
+    group: Group,
 ) -> Model:
     manifest = options.manifest
     try:
-        model = family(manifest.config, ops, dtype=dtype, max_position=max_position)
+        model = family(manifest.config, ops, dtype=dtype, max_position=max_position, group=group)
     except ValueError as error:
         raise LoadError(f"{manifest.source}: {error}") from error
     if options.load_format == "dummy":

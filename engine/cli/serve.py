@@ -83,6 +83,11 @@ def config_of(args: argparse.Namespace) -> "ServeConfig":
         )
     if args.dtype == "float16" and args.device != "cuda":
         args.parser.error(f"argument --dtype: float16 needs --device cuda; --device is {args.device}")
+    if args.tensor_parallel_size > 1 and args.device not in ("cpu", "reference"):
+        args.parser.error(
+            f"argument --tensor-parallel-size: {args.tensor_parallel_size} ranks need --device cpu or reference; "
+            f"--device is {args.device}"
+        )
     return ServeConfig(
         model=args.model,
         served_model_names=tuple(args.served_model_name or ()),
@@ -93,6 +98,7 @@ def config_of(args: argparse.Namespace) -> "ServeConfig":
         load_format=args.load_format,
         seed=args.seed,
         threads=args.threads,
+        tensor_parallel_size=args.tensor_parallel_size,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
@@ -137,7 +143,14 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--dtype", type=_dtype, default="auto", help="auto (the model's), bfloat16, float32, float16")
     group.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
     group.add_argument("--seed", type=_int(0, (1 << 63) - 1), default=0, metavar="N", help="of dummy weights")
-    group.add_argument("--threads", type=_int(1, 4096), metavar="N", help="of the worker (default: one a core)")
+    group.add_argument("--threads", type=_int(1, 4096), metavar="N", help="of a worker (default: one a core)")
+    group.add_argument(
+        "--tensor-parallel-size",
+        type=_int(1, 64),
+        default=1,
+        metavar="N",
+        help="worker processes that share the model, its memory and the cores (1)",
+    )
 
 
 def _add_address_flags(group: argparse._ArgumentGroup) -> None:
@@ -155,7 +168,9 @@ def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
         "--max-num-batched-tokens", type=_int(1), metavar="N", help="tokens a step (512; cuda, sim: 4096)"
     )
     group.add_argument("--num-pages", type=_int(2), metavar="N", help="KV pages of 16 tokens")
-    group.add_argument("--kv-cache-memory-bytes", type=_size, metavar="N[kmg]", help="KV memory (cpu: up to 2g)")
+    group.add_argument(
+        "--kv-cache-memory-bytes", type=_size, metavar="N[kmg]", help="KV memory of a worker (cpu: up to 2g)"
+    )
     group.add_argument("--gpu-memory-utilization", type=_share, metavar="X", help="share of memory (cuda, sim: 0.9)")
     group.add_argument("--enable-prefix-caching", action=BooleanOptionalAction, default=True, help="(default: on)")
     group.add_argument("--enable-chunked-prefill", action=BooleanOptionalAction, default=True, help="(default: on)")
@@ -190,7 +205,6 @@ def _add_process_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_unbuilt_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--tensor-parallel-size", type=_only("1"), metavar="1")
     group.add_argument("--pipeline-parallel-size", type=_only("1"), metavar="1")
     group.add_argument("--data-parallel-size", type=_only("1"), metavar="1")
     group.add_argument("--quantization", type=_only("none"), metavar="none")

@@ -232,7 +232,7 @@ def title_of(kind: StageKind, index: int) -> str:
         case StageKind.SUPERVISOR:
             return "quintet supervisor"
         case StageKind.WORKER:
-            return f"quintet worker {index} rank 0"
+            return f"quintet worker 0 rank {index}"  # there is one replica so far
         case _:
             return f"quintet {kind.label} {index}"
 

@@ -3,7 +3,12 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+from worker.attention.alibi import alibi_slopes
 from worker.batch import StepBatch
+from worker.parallel import Share, whole
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +29,12 @@ class AttentionShape:
     scale: float  # of q·k, usually 1/√head_dim
     logits_soft_cap: float = 0.0  # c > 0: scaled scores s become c·tanh(s/c) before the mask (Gemma 2); 0 = off
     alibi: bool = False  # slope(head) × (key position - query position) is added to scores (Press et al. 2022)
+    heads: Share | None = None  # which of the model's heads these are; None = all
+
+    def slopes(self) -> npt.NDArray[np.float32]:
+        """ALiBi's, of these heads [num_heads]."""
+        heads = self.heads or whole(self.num_heads)
+        return alibi_slopes(heads.total)[heads.start : heads.stop]
 
 
 class AttentionBackend(Protocol):

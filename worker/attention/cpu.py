@@ -6,7 +6,6 @@ import numpy.typing as npt
 import torch
 
 from worker.attention import kernels
-from worker.attention.alibi import alibi_slopes
 from worker.attention.base import AttentionShape
 from worker.batch import I32Array, StepBatch
 from worker.layers.cpu_ops import bits
@@ -32,7 +31,7 @@ class CpuAttention:
         self.values = bits(torch.empty(*pages, shape.page_size, shape.head_dim, dtype=shape.dtype))
         self._scale = np.float32(shape.scale)
         self._soft_cap = np.float32(shape.logits_soft_cap)
-        self._slopes = alibi_slopes(shape.num_heads) if shape.alibi else np.empty(0, np.float32)
+        self._slopes = shape.slopes() if shape.alibi else np.empty(0, np.float32)
 
     def plan(self, batch: StepBatch) -> None:
         self._batch = batch

@@ -3,7 +3,6 @@
 import numpy as np
 import torch
 
-from worker.attention.alibi import alibi_slopes
 from worker.attention.base import AttentionShape
 from worker.batch import StepBatch
 
@@ -20,7 +19,7 @@ class ReferenceAttention:
         size = (shape.num_layers, shape.num_pages * shape.page_size, shape.num_kv_heads, shape.head_dim)
         self.keys = torch.zeros(size, dtype=shape.dtype)  # [layer, slot, kv head, d]
         self.values = torch.zeros(size, dtype=shape.dtype)
-        self._slopes = torch.from_numpy(alibi_slopes(shape.num_heads))
+        self._slopes = torch.from_numpy(shape.slopes())
 
     def plan(self, batch: StepBatch) -> None:
         self._slots = torch.from_numpy(batch.kv_slots.astype(np.int64))  # [T]

@@ -5,6 +5,7 @@ import torch
 from worker.layers.mlp import GatedMLP
 from worker.layers.ops import Ops
 from worker.layers.parameter import Parameter
+from worker.parallel import Group
 
 
 class Router:
@@ -34,11 +35,13 @@ class Mixture:
 
     Each expert computes its tokens in one product, padded as `Ops.linear` wants, so that a token's part does not
     depend on who else chose the expert. Parts are added in float32 in the order of the experts, and rounded once.
+    Ranks share every expert's inner features: all route alike, and add up once.
     """
 
     def __init__(
         self,
         ops: Ops,
+        group: Group,
         hidden: int,
         inner: int,
         experts: int,
@@ -48,8 +51,9 @@ class Mixture:
         dtype: torch.dtype,
     ) -> None:
         self._row_multiple = ops.row_multiple
+        self._group = group
         self.router = Router(ops, hidden, experts, count=count, renormalise=renormalise, dtype=dtype)
-        self.experts = [GatedMLP(ops, hidden, inner, ops.silu_mul, dtype=dtype) for _ in range(experts)]
+        self.experts = [GatedMLP(ops, group, hidden, inner, ops.silu_mul, dtype=dtype) for _ in range(experts)]
 
     def parameters(self, prefix: str) -> list[Parameter]:
         found = self.router.parameters(f"{prefix}.router")
@@ -71,5 +75,5 @@ class Mixture:
             tokens = weight.nonzero().flatten()
             count = len(tokens)
             padded = torch.nn.functional.pad(tokens, (0, -count % self._row_multiple))  # with token 0 again
-            out[tokens] += weight[tokens].unsqueeze(1) * self.experts[index](x[padded])[:count].float()
-        return out.to(x.dtype)
+            out[tokens] += weight[tokens].unsqueeze(1) * self.experts[index].partial(x[padded])[:count].float()
+        return self._group.sum(out).to(x.dtype)

@@ -5,6 +5,8 @@ from typing import Protocol
 
 import torch
 
+from worker.parallel import Share
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
@@ -21,5 +23,8 @@ class Checkpoint(Protocol):
 
     tensors: dict[str, TensorInfo]
 
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor in the shape that `tensors` says, float32, bfloat16 or float16. Raises LoadError."""
+    def read(self, name: str, share: Share | None = None, dim: int = 0) -> torch.Tensor:
+        """The tensor in the shape that `tensors` says, float32, bfloat16 or float16. Raises LoadError.
+
+        With a `share`, that part of it along `dim` (0 or 1), and no more of the file than holds it.
+        """

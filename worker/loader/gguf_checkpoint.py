@@ -10,6 +10,7 @@ from gguf.quants import dequantize
 
 from worker.loader.checkpoint import TensorInfo
 from worker.loader.errors import LoadError
+from worker.parallel import Share, whole
 
 Type = gguf.GGMLQuantizationType
 SUPPORTED = {
@@ -49,17 +50,36 @@ class GgufCheckpoint:
         except Exception as error:  # the package checks little: whatever a corrupt header makes it stumble over
             raise LoadError(f"{self._file}: not a whole GGUF file: {type(error).__name__}: {error}") from error
 
-    def read(self, name: str) -> torch.Tensor:
-        tensor = self._data[name]
+    def read(self, name: str, share: Share | None = None, dim: int = 0) -> torch.Tensor:
+        tensor, shape = self._data[name], self.tensors[name].shape
+        if share is None:
+            share = whole(shape[dim])
         try:
-            values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-            values = values.reshape(self.tensors[name].shape)
+            if dim == 0:
+                values = _dequantized(tensor.data[share.start : share.stop], tensor.tensor_type)
+            else:
+                values = _columns(tensor.data, tensor.tensor_type, share)
+            values = values.reshape([share.size if at == dim else size for at, size in enumerate(shape)])
         except Exception as error:
             raise LoadError(f"{self._file}: tensor {name} cannot be read: {type(error).__name__}: {error}") from error
         part = name.split(".")[-2]
         if self._permuted and part in self._heads:
-            values = unpermute(values, self._heads[part])
+            # Ranks share whole heads.
+            values = unpermute(values, self._heads[part] * share.size // share.total if dim == 0 else self._heads[part])
         return torch.from_numpy(np.array(values, order="C", copy=not values.flags.writeable))
+
+
+def _dequantized(data: np.ndarray[Any, Any], kind: Type) -> np.ndarray[Any, Any]:
+    return dequantize(data, kind).astype(np.float32, copy=False)
+
+
+def _columns(data: np.ndarray[Any, Any], kind: Type, share: Share) -> np.ndarray[Any, Any]:
+    """Some columns of a matrix whose rows are quantised in blocks: the blocks that hold them, cut to size."""
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    per_block = block_bytes if data.dtype == np.uint8 else block  # entries of `data`: bytes, or the numbers themselves
+    first, last = share.start // block, -(-share.stop // block)
+    values = _dequantized(np.ascontiguousarray(data[:, first * per_block : last * per_block]), kind)
+    return values[:, share.start - first * block : share.stop - first * block]
 
 
 def unpermute(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:

@@ -58,7 +58,7 @@ def fill(
     _check(checkpoint, sources, passed_over, parameters, manifest)
     for done, parameter in enumerate(parameters):
         progress("loading weights", done, len(parameters))
-        parameter.tensor.copy_(checkpoint.read(sources[parameter.name]))
+        parameter.tensor.copy_(checkpoint.read(sources[parameter.name], parameter.share, parameter.dim))
         if offsets and parameter.offset:
             parameter.tensor.add_(parameter.offset)
     progress("loading weights", len(parameters), len(parameters))
@@ -89,7 +89,7 @@ def _check(
     mismatched = []
     for parameter in parameters:
         info = checkpoint.tensors.get(sources[parameter.name])
-        shape = tuple(parameter.tensor.shape)
+        shape = parameter.shape
         if info is not None and (info.shape != shape or not info.floating):
             mismatched.append(
                 f"{sources[parameter.name]} (is {info.dtype} {list(info.shape)}, wanted a float {list(shape)})"
@@ -111,10 +111,17 @@ def _checkpoint_name(names: dict[str, str], name: str) -> str:
 
 
 def fill_dummy(parameters: list[Parameter], seed: int) -> None:
-    """Random weights that keep activations in range: norms 1, the rest normal with deviation 0.02."""
+    """Random weights that keep activations in range: norms 1, the rest normal with deviation 0.02.
+
+    A rank draws all and keeps its share, so that any number of ranks has the same model.
+    """
     generator = torch.Generator().manual_seed(seed)
     for parameter in parameters:
+        share = parameter.share
         if parameter.name.endswith("norm.weight"):
             parameter.tensor.fill_(1)
-        else:
+        elif share is None or share.whole:
             parameter.tensor.normal_(0, 0.02, generator=generator)
+        else:
+            drawn = torch.empty(parameter.shape, dtype=parameter.tensor.dtype).normal_(0, 0.02, generator=generator)
+            parameter.tensor.copy_(drawn.narrow(parameter.dim, share.start, share.size))

@@ -8,6 +8,7 @@ from safetensors import SafetensorError, safe_open
 
 from worker.loader.checkpoint import TensorInfo
 from worker.loader.errors import LoadError
+from worker.parallel import Share
 
 FLOATING = ("F32", "BF16", "F16")
 
@@ -37,10 +38,14 @@ class SafetensorsCheckpoint:
             dtype = part.get_dtype()
             self.tensors[name] = TensorInfo(tuple(part.get_shape()), dtype, dtype in FLOATING, file)
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, share: Share | None = None, dim: int = 0) -> torch.Tensor:
         file = self.tensors[name].file
         try:
-            tensor: torch.Tensor = self._files[file].get_tensor(name)
+            if share is None or share.whole:
+                tensor: torch.Tensor = self._files[file].get_tensor(name)
+            else:
+                part = slice(share.start, share.stop)
+                tensor = self._files[file].get_slice(name)[part if dim == 0 else (slice(None), part)]
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{file}: tensor {name} cannot be read: {error}") from error
         return tensor

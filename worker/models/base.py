@@ -9,6 +9,7 @@ from worker.attention.base import AttentionBackend
 from worker.layers.gemm import GemmShape
 from worker.layers.ops import Ops
 from worker.layers.parameter import Parameter
+from worker.parallel import ALONE, Group
 
 
 class Model(Protocol):
@@ -20,8 +21,13 @@ class Model(Protocol):
     hugging_face_ignored: ClassVar[tuple[str, ...]]  # starts of names of what we do not run
     gguf_names: ClassVar[dict[str, str]]
 
-    def __init__(self, config: ModelConfig, ops: Ops, *, dtype: torch.dtype, max_position: int) -> None:
-        """Weights are allocated, not set: fill `parameters()`, then call `pack()`. Raises ValueError for the config."""
+    def __init__(
+        self, config: ModelConfig, ops: Ops, *, dtype: torch.dtype, max_position: int, group: Group = ALONE
+    ) -> None:
+        """Weights are allocated, not set: fill `parameters()`, then call `pack()`. Raises ValueError for the config.
+
+        `config` is of the whole model, of which this rank of `group` holds its share.
+        """
 
     def parameters(self) -> list[Parameter]:
         """Every tensor that a checkpoint must fill; a tied head has none of its own."""
@@ -37,4 +43,7 @@ class Model(Protocol):
 
     @staticmethod
     def gemm_shapes(config: ModelConfig, dtype: torch.dtype, tokens: int, sampled: int) -> list[GemmShape]:
-        """Every matrix product of the model, in steps of up to `tokens` tokens and `sampled` rows of logits."""
+        """Every matrix product of the model, in steps of up to `tokens` tokens and `sampled` rows of logits.
+
+        Of one rank's share, with a config of that size (`Group.shape`).
+        """

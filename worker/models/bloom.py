@@ -8,22 +8,23 @@ from proto.model import ModelConfig
 from worker.attention.base import AttentionBackend
 from worker.layers.embedding import Embedding, Head
 from worker.layers.gemm import GemmShape
-from worker.layers.linear import Linear
+from worker.layers.linear import Linear, RowLinear
 from worker.layers.norm import LayerNorm
 from worker.layers.ops import Ops
 from worker.layers.parameter import Parameter
 from worker.models.llama import attention_shapes
+from worker.parallel import ALONE, Group
 
 
 class Attention:
     """Multi-head self-attention; positions are the backend's matter (ALiBi)."""
 
-    def __init__(self, config: ModelConfig, ops: Ops, layer: int, *, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops, group: Group, layer: int, *, dtype: torch.dtype) -> None:
         self.layer = layer
-        self.heads, self.head_dim = config.num_heads, config.head_dim
-        size = self.heads * self.head_dim
-        self.qkv = Linear(ops, config.hidden_size, {"qkv": 3 * size}, bias=True, dtype=dtype)
-        self.o = Linear(ops, size, {"o": config.hidden_size}, bias=True, dtype=dtype)
+        heads = group.share(config.num_heads)
+        self.heads, self.head_dim = heads.size, config.head_dim
+        self.qkv = Linear(ops, config.hidden_size, {"qkv": heads.times(3 * self.head_dim)}, bias=True, dtype=dtype)
+        self.o = RowLinear(ops, group, heads.times(self.head_dim), "o", config.hidden_size, bias=True, dtype=dtype)
 
     def parameters(self, prefix: str) -> list[Parameter]:
         return self.qkv.parameters(prefix) + self.o.parameters(prefix)
@@ -47,10 +48,11 @@ class Attention:
 class MLP:
     """down(gelu(up(x)))."""
 
-    def __init__(self, config: ModelConfig, ops: Ops, *, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops, group: Group, *, dtype: torch.dtype) -> None:
         self._ops = ops
-        self.up = Linear(ops, config.hidden_size, {"up": config.intermediate_size}, bias=True, dtype=dtype)
-        self.down = Linear(ops, config.intermediate_size, {"down": config.hidden_size}, bias=True, dtype=dtype)
+        inner = group.share(config.intermediate_size)
+        self.up = Linear(ops, config.hidden_size, {"up": inner}, bias=True, dtype=dtype)
+        self.down = RowLinear(ops, group, inner, "down", config.hidden_size, bias=True, dtype=dtype)
 
     def parameters(self, prefix: str) -> list[Parameter]:
         return self.up.parameters(prefix) + self.down.parameters(prefix)
@@ -66,11 +68,11 @@ class MLP:
 class Layer:
     """One transformer block: attention, then MLP, each behind a norm and around a residual."""
 
-    def __init__(self, config: ModelConfig, ops: Ops, layer: int, *, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops, group: Group, layer: int, *, dtype: torch.dtype) -> None:
         self.attention_norm = LayerNorm(ops, config.hidden_size, config.norm_eps, dtype=dtype)
-        self.attention = Attention(config, ops, layer, dtype=dtype)
+        self.attention = Attention(config, ops, group, layer, dtype=dtype)
         self.mlp_norm = LayerNorm(ops, config.hidden_size, config.norm_eps, dtype=dtype)
-        self.mlp = MLP(config, ops, dtype=dtype)
+        self.mlp = MLP(config, ops, group, dtype=dtype)
 
     def parameters(self, prefix: str) -> list[Parameter]:
         return [
@@ -116,14 +118,17 @@ class Bloom:
     hugging_face_ignored: ClassVar[tuple[str, ...]] = ()
     gguf_names: ClassVar[dict[str, str]] = {}
 
-    def __init__(self, config: ModelConfig, ops: Ops, *, dtype: torch.dtype, max_position: int) -> None:
+    def __init__(
+        self, config: ModelConfig, ops: Ops, *, dtype: torch.dtype, max_position: int, group: Group = ALONE
+    ) -> None:
         if config.hidden_act != "gelu_pytorch_tanh":
             raise ValueError(f"hidden_act {config.hidden_act!r} is not supported, only gelu_pytorch_tanh")
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.embedding_norm = LayerNorm(ops, config.hidden_size, config.norm_eps, dtype=dtype)
-        self.layers = [Layer(config, ops, layer, dtype=dtype) for layer in range(config.num_layers)]
-        self.norm = LayerNorm(ops, config.hidden_size, config.norm_eps, dtype=dtype)
-        self.head = Head(ops, config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings, dtype=dtype)
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self.embedding = Embedding(group, vocab, hidden, dtype=dtype)
+        self.embedding_norm = LayerNorm(ops, hidden, config.norm_eps, dtype=dtype)
+        self.layers = [Layer(config, ops, group, layer, dtype=dtype) for layer in range(config.num_layers)]
+        self.norm = LayerNorm(ops, hidden, config.norm_eps, dtype=dtype)
+        self.head = Head(ops, group, vocab, hidden, tied=config.tie_word_embeddings, dtype=dtype)
 
     def parameters(self) -> list[Parameter]:
         found = self.embedding.parameters("embedding") + self.embedding_norm.parameters("embedding_norm")

@@ -19,6 +19,7 @@ from worker.layers.ops import Ops
 from worker.layers.parameter import Parameter
 from worker.layers.rope import Rope
 from worker.models.llama import GGUF_NAMES, HUGGING_FACE_NAMES, Attention, Llama
+from worker.parallel import ALONE, Group
 
 NORM_OFFSET = 1.0
 
@@ -26,15 +27,15 @@ NORM_OFFSET = 1.0
 class Layer:
     """One transformer block: attention, then MLP, each between two norms and around a residual."""
 
-    def __init__(self, config: ModelConfig, ops: Ops, layer: int, *, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops, group: Group, layer: int, *, dtype: torch.dtype) -> None:
         def norm() -> RMSNorm:
             return RMSNorm(ops, config.hidden_size, config.norm_eps, offset=NORM_OFFSET, dtype=dtype)
 
         self.windowed = bool(config.windows and config.windows[layer])
         self.attention_norm, self.attention_post_norm = norm(), norm()
-        self.attention = Attention(config, ops, layer, norm_offset=NORM_OFFSET, dtype=dtype)
+        self.attention = Attention(config, ops, group, layer, norm_offset=NORM_OFFSET, dtype=dtype)
         self.mlp_norm, self.mlp_post_norm = norm(), norm()
-        self.mlp = GatedMLP(ops, config.hidden_size, config.intermediate_size, ops.gelu_mul, dtype=dtype)
+        self.mlp = GatedMLP(ops, group, config.hidden_size, config.intermediate_size, ops.gelu_mul, dtype=dtype)
 
     def parameters(self, prefix: str) -> list[Parameter]:
         return [
@@ -83,14 +84,17 @@ class Gemma:
         "layers.{}.mlp_post_norm.weight": "blk.{}.post_ffw_norm.weight",
     }
 
-    def __init__(self, config: ModelConfig, ops: Ops, *, dtype: torch.dtype, max_position: int) -> None:
+    def __init__(
+        self, config: ModelConfig, ops: Ops, *, dtype: torch.dtype, max_position: int, group: Group = ALONE
+    ) -> None:
         if config.hidden_act != "gelu_pytorch_tanh":
             raise ValueError(f"hidden_act {config.hidden_act!r} is not supported, only gelu_pytorch_tanh")
         self._ops = ops
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = [Layer(config, ops, layer, dtype=dtype) for layer in range(config.num_layers)]
-        self.norm = RMSNorm(ops, config.hidden_size, config.norm_eps, offset=NORM_OFFSET, dtype=dtype)
-        self.head = Head(ops, config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings, dtype=dtype)
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self.embedding = Embedding(group, vocab, hidden, dtype=dtype)
+        self.layers = [Layer(config, ops, group, layer, dtype=dtype) for layer in range(config.num_layers)]
+        self.norm = RMSNorm(ops, hidden, config.norm_eps, offset=NORM_OFFSET, dtype=dtype)
+        self.head = Head(ops, group, vocab, hidden, tied=config.tie_word_embeddings, dtype=dtype)
         self.rope = Rope(ops, config.rope, config.head_dim, max_position)
         self.windowed_rope = self.rope
         if config.windowed_rope is not None:

@@ -5,7 +5,7 @@
 - Qwen2, Qwen2.5: biases on q, k and v (`qkv_bias`).
 - Qwen3: RMSNorm on each head of q and k before RoPE (`qk_norm`).
 
-Shapes: N tokens (padded), H query heads, K key/value heads, D head size.
+Shapes: N tokens (padded), H query heads and K key/value heads of this rank, D head size.
 """
 
 from typing import ClassVar
@@ -17,12 +17,13 @@ from worker.attention.base import AttentionBackend
 from worker.layers.embedding import Embedding, Head
 from worker.layers.experts import Mixture
 from worker.layers.gemm import GemmShape
-from worker.layers.linear import Linear
+from worker.layers.linear import Linear, RowLinear
 from worker.layers.mlp import GatedMLP
 from worker.layers.norm import RMSNorm
 from worker.layers.ops import Ops
 from worker.layers.parameter import Parameter
 from worker.layers.rope import Rope
+from worker.parallel import ALONE, Group
 
 # How checkpoints call the parameters: (ours, theirs), {} the number of the layer.
 HUGGING_FACE_NAMES = {
@@ -77,16 +78,16 @@ class Attention:
     """Grouped-query self-attention (Ainslie et al. 2023) with rotary positions."""
 
     def __init__(
-        self, config: ModelConfig, ops: Ops, layer: int, *, norm_offset: float = 0.0, dtype: torch.dtype
+        self, config: ModelConfig, ops: Ops, group: Group, layer: int, *, norm_offset: float = 0.0, dtype: torch.dtype
     ) -> None:
         """`norm_offset` is that of the norms of q and k."""
         self.layer = layer
-        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        self.qkv = Linear(
-            ops, config.hidden_size, {"q": q_size, "k": kv_size, "v": kv_size}, bias=config.qkv_bias, dtype=dtype
-        )
-        self.o = Linear(ops, q_size, {"o": config.hidden_size}, bias=config.out_bias, dtype=dtype)
+        self.head_dim = config.head_dim
+        heads, kv_heads = group.share(config.num_heads), group.share_kv_heads(config.num_kv_heads)
+        self.heads, self.kv_heads = heads.size, kv_heads.size
+        q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
+        self.qkv = Linear(ops, config.hidden_size, {"q": q, "k": kv, "v": kv}, bias=config.qkv_bias, dtype=dtype)
+        self.o = RowLinear(ops, group, q, "o", config.hidden_size, bias=config.out_bias, dtype=dtype)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm = RMSNorm(ops, self.head_dim, config.norm_eps, offset=norm_offset, dtype=dtype)
@@ -126,10 +127,10 @@ class Layer:
     """One transformer block: attention, then MLP, each behind a norm and around a residual."""
 
     def __init__(
-        self, config: ModelConfig, ops: Ops, layer: int, mlp: GatedMLP | Mixture, *, dtype: torch.dtype
+        self, config: ModelConfig, ops: Ops, group: Group, layer: int, mlp: GatedMLP | Mixture, *, dtype: torch.dtype
     ) -> None:
         self.attention_norm = RMSNorm(ops, config.hidden_size, config.norm_eps, dtype=dtype)
-        self.attention = Attention(config, ops, layer, dtype=dtype)
+        self.attention = Attention(config, ops, group, layer, dtype=dtype)
         self.mlp_norm = RMSNorm(ops, config.hidden_size, config.norm_eps, dtype=dtype)
         self.mlp = mlp
 
@@ -160,24 +161,26 @@ class Llama:
     hugging_face_ignored: ClassVar[tuple[str, ...]] = ()
     gguf_names: ClassVar[dict[str, str]] = GGUF_NAMES
 
-    def __init__(self, config: ModelConfig, ops: Ops, *, dtype: torch.dtype, max_position: int) -> None:
+    def __init__(
+        self, config: ModelConfig, ops: Ops, *, dtype: torch.dtype, max_position: int, group: Group = ALONE
+    ) -> None:
         """Weights are allocated, not set: fill `parameters()`, then call `pack()`. Raises ValueError for the config."""
         if config.hidden_act != "silu":
             raise ValueError(f"hidden_act {config.hidden_act!r} is not supported, only silu")
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self.embedding = Embedding(group, vocab, hidden, dtype=dtype)
         self.layers = [
-            Layer(config, ops, layer, self._mlp(config, ops, layer, dtype), dtype=dtype)
+            Layer(config, ops, group, layer, self._mlp(config, ops, group, layer, dtype), dtype=dtype)
             for layer in range(config.num_layers)
         ]
-        self.norm = RMSNorm(ops, config.hidden_size, config.norm_eps, dtype=dtype)
-        self.head = Head(ops, config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings, dtype=dtype)
+        self.norm = RMSNorm(ops, hidden, config.norm_eps, dtype=dtype)
+        self.head = Head(ops, group, vocab, hidden, tied=config.tie_word_embeddings, dtype=dtype)
         self.rope = Rope(ops, config.rope, config.head_dim, max_position)
 
-    def _mlp(self, config: ModelConfig, ops: Ops, layer: int, dtype: torch.dtype) -> GatedMLP | Mixture:
+    def _mlp(self, config: ModelConfig, ops: Ops, group: Group, layer: int, dtype: torch.dtype) -> GatedMLP | Mixture:
         """SwiGLU."""
-        return GatedMLP(
-            ops, config.hidden_size, config.intermediate_size, ops.silu_mul, bias=config.mlp_bias, dtype=dtype
-        )
+        hidden, inner = config.hidden_size, config.intermediate_size
+        return GatedMLP(ops, group, hidden, inner, ops.silu_mul, bias=config.mlp_bias, dtype=dtype)
 
     def parameters(self) -> list[Parameter]:
         """Every tensor that a checkpoint must fill; a tied head has none of its own."""

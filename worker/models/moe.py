@@ -15,6 +15,7 @@ from worker.layers.gemm import GemmShape
 from worker.layers.mlp import GatedMLP
 from worker.layers.ops import Ops
 from worker.models.llama import HUGGING_FACE_NAMES, Llama
+from worker.parallel import Group
 
 
 class Qwen3Moe(Llama):
@@ -29,11 +30,12 @@ class Qwen3Moe(Llama):
     }
     gguf_names: ClassVar[dict[str, str]] = {}
 
-    def _mlp(self, config: ModelConfig, ops: Ops, layer: int, dtype: torch.dtype) -> GatedMLP | Mixture:
+    def _mlp(self, config: ModelConfig, ops: Ops, group: Group, layer: int, dtype: torch.dtype) -> GatedMLP | Mixture:
         if layer in config.dense_layers:
-            return super()._mlp(config, ops, layer, dtype)
+            return super()._mlp(config, ops, group, layer, dtype)
         return Mixture(
             ops,
+            group,
             config.hidden_size,
             config.expert_size,
             config.num_experts,

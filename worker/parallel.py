@@ -1,0 +1,113 @@
+"""How several ranks share one model: tensor parallelism after Megatron-LM (Shoeybi et al. 2019).
+
+Each rank is a process that holds its share of attention heads, of MLPs' inner features and of the vocabulary. All
+ranks run the same plans; whatever crosses between them goes through a `Group`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from proto.model import ModelConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A rank's part of one dimension: `size` of `total` entries, from `start` on."""
+
+    start: int
+    size: int
+    total: int
+
+    @property
+    def whole(self) -> bool:
+        return self.size == self.total
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size
+
+    def times(self, width: int) -> "Share":
+        """The same part where each entry stands for `width` of them, as a head does for its features."""
+        return Share(self.start * width, self.size * width, self.total * width)
+
+
+def whole(total: int) -> Share:
+    """All of a dimension."""
+    return Share(0, total, total)
+
+
+class PeerLostError(Exception):
+    """Another rank ended or fell silent in the middle of an exchange."""
+
+
+class Group:
+    """The ranks that share a model; this one is of a model that one rank holds alone, where nothing is exchanged.
+
+    Every rank must call the same operations in the same order. `worker.distributed` has that of several processes.
+    Operations raise PeerLostError.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank = rank
+        self.size = size
+
+    def share(self, total: int) -> Share:
+        """This rank's equal part of a dimension. Raises ValueError when there is none."""
+        if total % self.size:
+            raise ValueError(f"{total} cannot be divided between {self.size} ranks")
+        return Share(self.rank * (total // self.size), total // self.size, total)
+
+    def share_kv_heads(self, total: int) -> Share:
+        """As `share`; where there are more ranks than KV heads, the head that this rank's query heads read, copied."""
+        if self.size <= total:
+            return self.share(total)
+        if self.size % total:
+            raise ValueError(f"{total} KV heads cannot be copied evenly to {self.size} ranks")
+        return Share(self.rank * total // self.size, 1, total)
+
+    def shape(self, config: ModelConfig) -> ModelConfig:
+        """A model of the size that one rank holds: what its products, its attention and its KV memory look like."""
+        return msgspec.structs.replace(
+            config,
+            vocab_size=self.share(config.vocab_size).size,
+            intermediate_size=self.share(config.intermediate_size).size,
+            num_heads=self.share(config.num_heads).size,
+            num_kv_heads=self.share_kv_heads(config.num_kv_heads).size,
+            expert_size=self.share(config.expert_size).size,
+        )
+
+    def sum(self, x: "torch.Tensor") -> "torch.Tensor":
+        """Σ of all ranks' x, the same bits on every rank, and in each row whatever the other rows are."""
+        return x
+
+    def concatenate(self, x: "torch.Tensor") -> "torch.Tensor":
+        """All ranks' x [N, part], side by side in the order of ranks: [N, size × part]."""
+        return x
+
+    def minimum(self, value: int) -> int:
+        """The smallest of all ranks' values."""
+        return value
+
+    def agree(self, find: Callable[[], T]) -> T:
+        """What rank 0 finds, on every rank."""
+        return find()
+
+    def check_same(self, values: tuple[int, ...], what: str) -> None:
+        """Raises RuntimeError when this rank's values are not those of rank 0; `what` names them."""
+
+    def ids_of_rank_0(self, ids: "npt.NDArray[np.int32]") -> "npt.NDArray[np.int32]":
+        """Rank 0's ids on every rank; from others an array of the same length, whatever is in it."""
+        return ids
+
+
+ALONE = Group()

@@ -1,0 +1,73 @@
+"""Several ranks in step: rank 0 passes on what the scheduler tells it, the others do the same and say nothing."""
+
+import logging
+import time
+from collections import deque
+from typing import NoReturn
+
+from engine.runtime.stage import Stage
+from proto.channel import Address, encode
+from proto.ids import StageKind
+from proto.messages import Message, Reset, StepPlan
+from worker.device import Device
+from worker.parallel import PeerLostError
+
+log = logging.getLogger(__name__)
+
+_LOST = 5  # exit code beside those of `Stage.run`: another rank ended
+# The supervisor takes the first process that ends for the cause of the instance's end, and kills the others.
+_BLAME_SECONDS = 1.0
+
+
+class Followers:
+    """The other ranks, as rank 0 sees them. One without others has none to tell."""
+
+    def __init__(self, stage: Stage, size: int) -> None:
+        self._outboxes = [stage.outbox(Address(StageKind.WORKER, rank)) for rank in range(1, size)]
+
+    def tell(self, message: StepPlan | Reset) -> None:
+        """Pass a message on, before acting on it: the other ranks' part is waited for in the middle of a step.
+
+        ZeroMQ takes a thousand messages before one would wait for our own loop, and the scheduler has a few in flight.
+        """
+        if self._outboxes:
+            body = encode(message)
+            for outbox in self._outboxes:
+                outbox.send_encoded(body)
+
+
+class FollowerLoop:
+    """A rank other than 0 between its inbox and its device. Implements `engine.runtime.stage.Handler`."""
+
+    def __init__(self, stage: Stage, device: Device) -> None:
+        self._stage = stage
+        self._device = device
+        # In rank 0's order, Reset included: it was sent after rank 0 had launched the plans before it.
+        self._orders: deque[StepPlan | Reset] = deque()
+
+    def on_message(self, message: Message) -> None:
+        if isinstance(message, StepPlan | Reset):
+            self._orders.append(message)
+
+    def step(self, now: int) -> float | None:
+        if not self._orders:
+            return None
+        order = self._orders.popleft()
+        try:
+            if isinstance(order, Reset):
+                self._device.reset(order.epoch)
+            else:
+                self._device.launch(order)
+        except PeerLostError as error:
+            end_without_peers(self._stage, error)
+        return 0.0 if self._orders else None
+
+    def counters(self) -> dict[str, float]:
+        return self._device.clock.counters()
+
+
+def end_without_peers(stage: Stage, error: PeerLostError) -> NoReturn:
+    """A rank alone can do nothing. Leave the blame to the one that ended first."""
+    log.critical("%s", error)
+    time.sleep(_BLAME_SECONDS)
+    stage.exit(_LOST)
