@@ -4,6 +4,7 @@ Every launch runs where hidden waits and copies of pageable memory raise.
 """
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -13,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from proto.channel import decode_as
+from proto.channel import Address, Context, Inbox, decode_as
 from proto.config import WorkerOptions
+from proto.ids import StageKind
 from proto.messages import Desync, Finish, RowStatus, Sampling, StepPlan, StepResult, TokenLogprobs, column
 from proto.model import ModelConfig, RopeConfig
 from tests.flashinfer_double import Gpu, SimulationError, simulate
@@ -27,6 +29,7 @@ from worker.cuda.graphs import bucket_sizes
 from worker.cuda.sampling import Mode
 from worker.cuda.start import start
 from worker.device import Completion, Deferred
+from worker.output import OutputThread
 from worker.runner import Runner
 from worker.torch_forward import TorchForward
 
@@ -419,6 +422,14 @@ def sample_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaDevice, "_read", property(lambda self: None, lambda self, event: None), raising=False)
 
 
+@cache
+def raced() -> tuple[list[StepPlan], list[list[int]]]:
+    """Plans, and the ids that are right."""
+    script = plans(4, 6)
+    with simulate(0) as gpu:
+        return script, play(gpu, make_device(max_num_seqs=4), script, depth=1)
+
+
 PLANTS = [None, no_turns, given_too_early, copy_before_the_step, sample_before_the_copy]
 
 
@@ -427,13 +438,11 @@ def test_planted_races_are_caught(
     plant: Callable[[pytest.MonkeyPatch], None] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one of three orders: two random ones, and one in which copies back come as late as they may."""
-    script = plans(4, 7)
-    with simulate(0) as gpu:
-        right = play(gpu, make_device(), script, depth=1)
+    script, right = raced()
     caught = 0
     for seed in range(3):
         with simulate(seed) as gpu, monkeypatch.context() as patches:
-            device = make_device()
+            device = make_device(max_num_seqs=4)
             if plant is not None:
                 plant(patches)
             if plant is copy_before_the_step:
@@ -502,3 +511,40 @@ def test_the_clock_runs_by_the_devices_own_times(gpu: Gpu) -> None:
     assert (counters["step"], counters["tokens"]) == (4, 12)
     assert counters["device_busy_s"] == pytest.approx(sum(result.device_ns for result in results) / 1e9)
     assert 0 < counters["busy_share"] <= 1
+
+
+# --------------------------------------------------------------------------- the thread that waits
+
+
+def test_the_output_thread_waits_for_the_device_and_keeps_the_order(tmp_path_factory: pytest.TempPathFactory) -> None:
+    run_dir = str(tmp_path_factory.mktemp("o"))  # a short name: ipc paths end at 107 bytes
+    scheduler, worker = Address(StageKind.SCHEDULER, 0), Address(StageKind.WORKER, 0)
+    context = Context()
+    inbox = Inbox(context, run_dir, scheduler, 1)
+    output = OutputThread(run_dir, worker, 1, scheduler)
+    output.aim(1)
+    done = threading.Event()
+
+    def wait() -> StepResult:
+        assert done.wait(20)
+        return answer(1)
+
+    def answer(step: int) -> StepResult:
+        return StepResult(epoch=1, step=step, ids=b"", counts=b"", statuses=b"", logprobs=(), device_ns=1, idle_ns=0)
+
+    try:
+        output.put(Deferred(wait))
+        output.put(Completion(answer(2), due=0))
+        inbox.wait(0.05)
+        assert not list(inbox.drain(limit=5))
+        done.set()
+        received: list[Any] = []
+        while len(received) < 2:
+            assert inbox.wait(20)
+            received += inbox.drain(limit=5)
+        assert received == [answer(1), answer(2)]
+    finally:
+        done.set()
+        output.close()
+        inbox.close()
+        context.close()

@@ -57,16 +57,20 @@ class DecodeGraphs:
 
     def _record(self, work: Callable[[], None], planned: int = 0) -> torch.cuda.CUDAGraph:
         """Capture `work`, run once before, as that loads modules; `planned` rows of attention if not 0."""
-        with torch.inference_mode():
-            with torch.cuda.stream(self._stream):
-                if planned:
-                    self._step.attention.plan_graph(None, planned)
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            if planned:
+                self._step.attention.plan_graph(None, planned)
+            work()
+            if planned:
+                self._step.attention.plan_graph(None, planned)
+            torch.cuda.synchronize()
+            # Not by torch.cuda.graph, which collects garbage each time: many seconds for a hundred graphs.
+            graph.capture_begin(pool=self._pool)
+            try:
                 work()
-                if planned:
-                    self._step.attention.plan_graph(None, planned)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                work()
+            finally:
+                graph.capture_end()
         return graph
 
     def _pad_inputs(self, size: int) -> None:

@@ -57,6 +57,8 @@ class _Start:
         pages = pool_pages(options, _NOTHING if fixed else self._measure(), self._page_bytes)
         sizes = self._sizes(pages, min(self._wanted_len, pages * options.page_size))
         step = self._step(sizes)
+        # What has been made so far was made on more than one stream; steps run on one of their own.
+        torch.cuda.synchronize()
         graphs = self._capture(step)
         return CudaDevice(options, sizes, step, graphs, self._stream)
 
@@ -121,18 +123,17 @@ class _Start:
         self._progress("measuring device memory", 0, 0)
         lengths = self._prompts()
         pages = sum(-(-length // options.page_size) for length in lengths)
+        torch.cuda.empty_cache()  # what loading has left behind
         before = used_memory()
         step = self._step(self._sizes(pages, self._wanted_len))
         attention = used_memory() - before - (pages + 1) * self._page_bytes
         peak = self._peak(step, lengths)
-        captured = used_memory()
-        graphs = self._capture_largest(step)
-        kept = used_memory() - captured
-        del step, graphs
+        kept = self._capture_largest(step)
+        del step
         gc.collect()
         torch.cuda.empty_cache()
         _, total = torch.cuda.mem_get_info()
-        measured = Measured(total=total, before=before, attention=attention, peak=peak, graphs=max(kept, 0))
+        measured = Measured(total=total, before=before, attention=attention, peak=peak, graphs=kept)
         log.info("device memory in bytes: %s", measured)
         return measured
 
@@ -152,14 +153,18 @@ class _Start:
         torch.cuda.synchronize()
         return int(torch.cuda.max_memory_allocated()) - int(standing)
 
-    def _capture_largest(self, step: GpuStep) -> DecodeGraphs | None:
-        """The graphs of the largest bucket, in whose memory those of the others fit."""
+    def _capture_largest(self, step: GpuStep) -> int:
+        """Bytes that all graphs will keep: the largest bucket's memory serves all, and each adds what the second does."""
         if not self._with_graphs:
-            return None
+            return 0
         graphs = DecodeGraphs(step, self._stream, self._options.max_num_seqs)
-        graphs.capture(graphs.sizes[-1:], self._progress)
-        torch.cuda.synchronize()
-        return graphs
+        used = [used_memory()]
+        for size in reversed(graphs.sizes[-2:]):
+            graphs.capture([size], self._progress)
+            torch.cuda.synchronize()
+            used.append(used_memory())
+        each = max(used[-1] - used[1], 0)
+        return max(used[1] - used[0], 0) + each * (len(graphs.sizes) - 1)
 
 
 _NOTHING = Measured(total=0, before=0, attention=0, peak=0, graphs=0)
