@@ -154,7 +154,7 @@ class _Start:
         return int(torch.cuda.max_memory_allocated()) - int(standing)
 
     def _capture_largest(self, step: GpuStep) -> int:
-        """Bytes that all graphs will keep: the largest bucket's memory serves all, and each adds what the second does."""
+        """Bytes that all graphs will keep: the largest one's memory serves all, and each adds what the second does."""
         if not self._with_graphs:
             return 0
         graphs = DecodeGraphs(step, self._stream, self._options.max_num_seqs)
