@@ -165,6 +165,6 @@ class Admission:
 
     def _expected_pages(self, request: Request) -> int:
         """Pages that the request is expected to hold at its end, shared ones included."""
-        limit = request.max_len - request.prompt_len
-        output = self.lengths.expect(request.work_class, request.resumed, limit)
-        return self._running.pool.pages_of(max(request.prompt_len + output - 1, request.tokens))
+        prompt_len, tokens = request.prompt_len, request.tokens
+        output = self.lengths.expect(request.work_class, tokens - prompt_len, request.max_len - prompt_len)
+        return self._running.pool.pages_of(max(prompt_len + output - 1, tokens))

@@ -6,6 +6,7 @@ what that plan depends on: everything else waits in `Outbound` for `outgoing`.
 """
 
 import dataclasses
+from array import array
 from collections import deque
 
 import numpy as np
@@ -13,7 +14,6 @@ import numpy as np
 from proto.config import SchedulerOptions
 from proto.ids import StageKind, server_of
 from proto.messages import (
-    I32,
     U32,
     U64,
     Abort,
@@ -320,4 +320,4 @@ class Scheduler:
             slots = np.concatenate([flight.view.slots, np.array(sampling, np.int32)])
             flight.view = self._running.rows.view(slots)
         self.counts.prefill_tokens += flight.prefill_tokens
-        return np.array(packed, I32).tobytes()
+        return array("i", packed).tobytes()

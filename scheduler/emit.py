@@ -118,18 +118,20 @@ def _emit(rows: StepRows) -> Emit:
 
 def _end_columns(ends: list[End], count: int) -> tuple[bytes, bytes, bytes]:
     """finishes, matched and matched_eos; the latter two are empty when nothing matched."""
-    finishes = np.zeros(count, U8)
-    rows = [end.row for end in ends]
-    finishes[rows] = [end.finish for end in ends]
-    stops = [end for end in ends if end.matched >= 0]
+    finishes = bytearray(count)
+    stops = []
+    for end in ends:
+        finishes[end.row] = end.finish
+        if end.matched >= 0:
+            stops.append(end)
     if not stops:
-        return finishes.tobytes(), b"", b""
+        return bytes(finishes), b"", b""
     matched = np.full(count, -1, I32)
     matched_eos = np.zeros(count, U8)
     for end in stops:
         matched[end.row] = end.matched
         matched_eos[end.row] = end.matched_eos
-    return finishes.tobytes(), matched.tobytes(), matched_eos.tobytes()
+    return bytes(finishes), matched.tobytes(), matched_eos.tobytes()
 
 
 def _split(rows: StepRows) -> list[tuple[int, StepRows]]:

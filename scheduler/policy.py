@@ -28,10 +28,11 @@ class OutputLengths:
         self.caution = 1.0
 
     def finished(self, work_class: WorkClass, output: int) -> None:
-        mean = self._mean[work_class]
-        self._deviation[work_class] += _LEARN * (abs(output - mean) - self._deviation[work_class])
-        self._mean[work_class] = mean + _LEARN * (output - mean)
-        self.caution = max(0.0, self.caution - _CAUTION_DECAY)
+        error = output - self._mean[work_class]
+        self._mean[work_class] += _LEARN * error
+        self._deviation[work_class] += _LEARN * (abs(error) - self._deviation[work_class])
+        if self.caution:
+            self.caution = max(0.0, self.caution - _CAUTION_DECAY)
 
     def preempted(self) -> None:
         self.caution = min(_MAX_CAUTION, self.caution + _CAUTION_STEP)

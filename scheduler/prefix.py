@@ -136,10 +136,11 @@ class PrefixTree:
         if path.length >= end or path.severed or not self._enabled:
             return
         tip = path.tip or self._root
-        if tip.children and self._key(tip, path.salt, ids) in tip.children:
+        key = self._key(tip, path.salt, ids)
+        if key in tip.children:
             path.severed = True
             return
-        path.tip = self._add(tip, path, ids, table, end, users=1)
+        path.tip = self._add(tip, path, key, ids, table, end, users=1)
         path.length = end
 
     def hold(self, path: Path) -> bytes:
@@ -161,7 +162,7 @@ class PrefixTree:
             tip = path.tip or self._root
             node = self._descend(tip, path.salt, ids, end) if tip.children else tip
             if node.end < end:
-                self._add(node, path, ids, table, end, users=0)
+                self._add(node, path, self._key(node, path.salt, ids), ids, table, end, users=0)
             if node is not tip:
                 # What the tree has from another.
                 self.pool.push(table[length * PAGE_ID_BYTES : node.end * PAGE_ID_BYTES])
@@ -219,7 +220,7 @@ class PrefixTree:
             return self._split(child, child.start + int(differ[0]) // self.pool.page_size if differ.size else end)
         return node
 
-    def _add(self, node: Node, path: Path, ids: bytes, table: bytes, end: int, users: int) -> Node:
+    def _add(self, node: Node, path: Path, key: bytes, ids: bytes, table: bytes, end: int, users: int) -> Node:
         """Continue a node by pages of a row's table up to `end`; returns the node that has them."""
         size, start = self._page_bytes, node.end
         run = ids[start * size : end * size]
@@ -231,7 +232,6 @@ class PrefixTree:
             node.pages += pages
             node.end = end
             return node
-        key = run[:size] if start else path.salt + run[:size]
         child = node.children[key] = Node(node, key, run, pages, start, users, self._clock)
         if not users:
             self.pool.idle += end - start

@@ -25,38 +25,41 @@ class Lane:
     """A heap of waiting requests. Removal is lazy: an entry counts while the request holds its ticket."""
 
     def __init__(self) -> None:
-        self._heap: list[Entry] = []
+        self.heap: list[Entry] = []
         self._stale = 0
         self._passed: list[Entry] = []  # in the scan that goes on
 
     def push(self, request: Request) -> None:
-        heapq.heappush(self._heap, (request.order, request.ticket, request))
+        heapq.heappush(self.heap, (request.order, request.ticket, request))
 
     def head(self) -> Request | None:
         if len(self._passed) >= _MAX_PASSED:
             return None
-        while self._heap and self._heap[0][2].ticket != self._heap[0][1]:
-            heapq.heappop(self._heap)
+        heap = self.heap
+        while heap:
+            _, ticket, request = heap[0]
+            if request.ticket == ticket:
+                return request
+            heapq.heappop(heap)
             self._stale -= 1
-        return self._heap[0][2] if self._heap else None
+        return None
 
     def pop(self) -> None:
-        heapq.heappop(self._heap)
+        heapq.heappop(self.heap)
 
     def pass_by(self) -> None:
-        self._passed.append(heapq.heappop(self._heap))
+        self._passed.append(heapq.heappop(self.heap))
 
     def end_scan(self) -> None:
-        for entry in self._passed:
-            heapq.heappush(self._heap, entry)
-        self._passed.clear()
+        while self._passed:
+            heapq.heappush(self.heap, self._passed.pop())
 
     def leave_entry(self) -> None:
         """One of the entries went stale."""
         self._stale += 1
-        if self._stale > len(self._heap) // 2 + _COMPACT_SLACK:
-            self._heap = [entry for entry in self._heap if entry[2].ticket == entry[1]]
-            heapq.heapify(self._heap)
+        if self._stale > len(self.heap) // 2 + _COMPACT_SLACK:
+            self.heap = [entry for entry in self.heap if entry[2].ticket == entry[1]]
+            heapq.heapify(self.heap)
             self._stale = 0
 
 
@@ -109,7 +112,8 @@ class Queues:
         for work_class, (short, long) in enumerate(self._lanes):
             if not self._waiting[work_class]:
                 continue
-            head, other = short.head(), long.head()
+            head = short.head() if short.heap else None
+            other = long.head() if long.heap else None
             if head is None or (other is not None and (other.order, other.ticket) < (head.order, head.ticket)):
                 head = other
             if head is None:
@@ -125,16 +129,18 @@ class Queues:
         """The best head leaves the queue for a slot."""
         self._lane(request).pop()
         self._forget(request)
-        self._virtual_now = max(self._virtual_now, self._served[request.work_class])
+        served = self._served[request.work_class]
+        if served > self._virtual_now:
+            self._virtual_now = served
 
     def pass_by(self, request: Request) -> None:
         """The best head stays, and the scan goes on behind it."""
         self._lane(request).pass_by()
 
     def end_scan(self) -> None:
-        for lanes in self._lanes:
-            for lane in lanes:
-                lane.end_scan()
+        for short, long in self._lanes:
+            short.end_scan()
+            long.end_scan()
 
     def _lane(self, request: Request) -> Lane:
         return self._lanes[request.work_class][request.long]

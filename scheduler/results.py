@@ -115,8 +115,9 @@ class Results:
         for row, slot, token, position in zip(*[values.tolist() for values in columns], strict=True):
             request = requests[slot]
             assert request is not None
-            if token in request.stops.ids and position >= request.min_len:
-                ends.append(End(row, Finish.STOP, token, request.stops.ids[token]))
+            stop_ids = request.stops.ids
+            if token in stop_ids and position >= request.min_len:
+                ends.append(End(row, Finish.STOP, token, stop_ids[token]))
                 self._lifecycle.counts.wasted_rows += int(rows.planned[slot]) - position
             elif position + 1 >= request.max_len:
                 ends.append(End(row, Finish.LENGTH))

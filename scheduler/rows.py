@@ -82,6 +82,22 @@ class Rows:
         self._flat_pages = self.pages.reshape(-1)
         self._page_bytes = self.pages.data.cast("B")
         self._row_bytes = max_pages * PAGE_ID_BYTES
+        # A memoryview sets a cell three times as fast as its array does.
+        self._cells = [
+            column.data
+            for column in (
+                self._rid,
+                self._attempt,
+                self._detokenizer,
+                self._prompt_len,
+                self.max_len,
+                self.known,
+                self.planned,
+                self.room,
+                self.last_id,
+            )
+        ]
+        self._generation_cells = self.generation.data
         self.requests: list[Request | None] = [None] * capacity
         self.departures = 0
         self._generated_pages = np.zeros((num_pages, page_size), I32)
@@ -98,16 +114,17 @@ class Rows:
         """Put a request into a slot with pages for all its known ids."""
         slot = self._free.pop()
         tokens, ids = request.tokens, request.ids
-        self._rid[slot] = request.rid
-        self._attempt[slot] = request.attempt
-        self._detokenizer[slot] = request.detokenizer
-        self._prompt_len[slot] = request.prompt_len
-        self.max_len[slot] = request.max_len
         count = len(pages) // PAGE_ID_BYTES
-        self.known[slot] = tokens
-        self.planned[slot] = request.done
-        self.room[slot] = count * self.page_size
-        self.last_id[slot] = int.from_bytes(ids[-ID_BYTES:], "little")
+        rid, attempt, detokenizer, prompt_len, max_len, known, planned, room, last_id = self._cells
+        rid[slot] = request.rid
+        attempt[slot] = request.attempt
+        detokenizer[slot] = request.detokenizer
+        prompt_len[slot] = request.prompt_len
+        max_len[slot] = request.max_len
+        known[slot] = tokens
+        planned[slot] = request.done
+        room[slot] = count * self.page_size
+        last_id[slot] = int.from_bytes(ids[-ID_BYTES:], "little")
         at = slot * self._row_bytes
         self._page_bytes[at : at + len(pages)] = pages
         begun = tokens % self.page_size
@@ -128,7 +145,7 @@ class Rows:
             assert request is not None
             request.slot = -1
             requests[slot] = None
-        self.generation[slots] += 1
+            self._generation_cells[slot] += 1
         self._free += slots
 
     def table(self, slot: int) -> bytes:
@@ -194,22 +211,6 @@ class Rows:
         self.last_id[index] = ids
         self.known[index] = known + 1
         return known
-
-    def full_pages(self, slots: list[int]) -> list[tuple[bytes, int]]:
-        """Of each of these rows: ids as far as whole pages of K/V are computed at least, and the number of these pages.
-
-        The newest id's K/V are not computed yet.
-        """
-        full = []
-        for slot, end in zip(slots, ((self.known[slots] - 1) // self.page_size).tolist(), strict=True):
-            request = self.requests[slot]
-            assert request is not None
-            ids, first = request.ids, request.tokens // self.page_size
-            if end > first:
-                generated = self._generated_pages[self.pages[slot, first:end]]
-                ids = ids[: first * self._ids_bytes] + generated.tobytes()
-            full.append((ids, end))
-        return full
 
     def known_ids(self, slot: int) -> bytes:
         """All ids of a row: what it was queued with, and what it generated since."""

@@ -4,6 +4,8 @@ Owner of the pool, the prefix tree and the row columns. Pages and slots that are
 out again at once: the plan that does so runs after every plan that used them (architecture §5).
 """
 
+from array import array
+
 import numpy as np
 
 from proto.messages import AdmitRow, WorkerFacts, column
@@ -31,6 +33,7 @@ class Running:
         self._order = np.zeros(0, np.int32)
         self._joining: list[int] = []
         self._decoding = np.zeros(capacity, np.bool_)
+        self._decoding_cells = self._decoding.data
         self._view: RowView | None = None
         self._steps_left = 0  # decode steps until the first row of the view ends by length; 0 = to be counted
 
@@ -75,7 +78,7 @@ class Running:
             self.committed -= request.expected_pages
             if request.state is State.PREFILL:
                 self.prefills.remove(request)
-        self._decoding[slots] = False
+            self._decoding_cells[request.slot] = False
         self._view = None
         self._released += slots
         rows.leave(slots)
@@ -84,7 +87,7 @@ class Running:
         """Slots emptied since the last plan (int32)."""
         if not self._released:
             return b""
-        released = np.array(self._released, np.int32).tobytes()
+        released = array("i", self._released).tobytes()
         self._released.clear()
         return released
 
@@ -104,7 +107,7 @@ class Running:
         self.prefills.remove(request)
         if request.done + 1 < request.max_len:
             self._joining.append(request.slot)
-            self._decoding[request.slot] = True
+            self._decoding_cells[request.slot] = True
             self._view = None
 
     # ---------------------------------------------------------------- decode
@@ -147,10 +150,12 @@ class Running:
             self._steps_left -= 1
             return
         left = rows.max_len.take(index) - planned
-        self._steps_left = int(left.min()) - 1
-        if self._steps_left <= 0:
-            self._decoding[index.compress(left <= 1)] = False
+        ending = index.compress(left <= 1)
+        if ending.size:
+            self._decoding[ending] = False
             self._view = None
+        else:
+            self._steps_left = int(left.min()) - 1
 
     # ---------------------------------------------------------------- pressure
 

@@ -171,7 +171,7 @@ def test_a_queue_forgets_removed_requests_in_any_order() -> None:
     for request in waiting[:1990]:
         queues.remove(request)
     assert len(queues) == 10
-    assert sum(len(lane._heap) for lanes in queues._lanes for lane in lanes) < 500
+    assert sum(len(lane.heap) for lanes in queues._lanes for lane in lanes) < 500
     left = {serve(queues, 1).rid for _ in range(10)}
     assert left == {request.rid for request in waiting[1990:]}
     assert queues.best(1) is None
