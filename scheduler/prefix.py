@@ -7,6 +7,7 @@ After RadixAttention (Zheng et al. 2024), with pages for tokens.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -104,8 +105,10 @@ class PrefixTree:
         self._clock = 0
         self._entries = 0
         self._batch = pool.num_pages // _BATCH_PART
-        # (last use, number of the entry, node) of idle leaves; entries go stale and are skipped when popped.
-        self._leaves: list[tuple[int, int, Node]] = []
+        # Idle leaves with their last use, oldest first, and as a heap (with the number of the entry) those that an
+        # eviction laid bare. Entries go stale and are skipped when taken.
+        self._leaves: deque[tuple[int, Node]] = deque()
+        self._bared: list[tuple[int, int, Node]] = []
 
     def match(self, path: Path, ids: bytes, tokens: int) -> None:
         """Make `path` the longest cached one of whole pages of the first `tokens` ids.
@@ -268,27 +271,37 @@ class PrefixTree:
             self._push_leaf(tip)
 
     def _push_leaf(self, node: Node) -> None:
-        self._entries += 1
-        heapq.heappush(self._leaves, (node.last_use, self._entries, node))
-        if len(self._leaves) > 2 * self.cached + _COMPACT_SLACK:
-            valid = {entry[2]: entry for entry in self._leaves if self._is_idle_leaf(entry[2], entry[0])}
-            self._leaves = sorted(valid.values())
+        """Note an idle leaf that was last used just now."""
+        leaves = self._leaves
+        leaves.append((node.last_use, node))
+        if len(leaves) > 2 * self.cached + _COMPACT_SLACK:
+            self._leaves = deque(entry for entry in leaves if self._is_idle_leaf(entry[1], entry[0]))
 
     @staticmethod
     def _is_idle_leaf(node: Node, last_use: int) -> bool:
-        """Whether an entry of the heap is still true."""
+        """Whether an entry is still true."""
         return node.alive and not node.users and not node.children and node.last_use == last_use
+
+    def _oldest_leaf(self) -> Node | None:
+        """Take the idle leaf that was used least recently out of the lists."""
+        leaves, bared = self._leaves, self._bared
+        while leaves or bared:
+            if bared and (not leaves or bared[0][0] <= leaves[0][0]):
+                last_use, _, node = heapq.heappop(bared)
+            else:
+                last_use, node = leaves.popleft()
+            if not (node.users or node.children or node.last_use != last_use) and node.alive:
+                return node
+        return None
 
     def _evict(self, count: int) -> None:
         """Free at least so many idle pages: whole leaves, unless they are longer than a batch."""
-        leaves, left = self._leaves, count
+        left = count
         gone: list[bytes] = []
         while left > 0:
-            if not leaves:
+            node = self._oldest_leaf()
+            if node is None:
                 raise PageError(f"{count} pages to evict, found {count - left} in idle leaves")
-            last_use, _, node = heapq.heappop(leaves)
-            if node.users or node.children or node.last_use != last_use or not node.alive:
-                continue
             length = node.end - node.start
             if length > left and length > self._batch:
                 self._split(node, node.end - left)
@@ -297,7 +310,8 @@ class PrefixTree:
             left -= length
             parent = self._remove(node)
             if not (parent.users or parent.children) and parent.parent is not None:
-                self._push_leaf(parent)
+                self._entries += 1
+                heapq.heappush(self._bared, (parent.last_use, self._entries, parent))
         self.evictions += count - left
         self.pool.idle -= count - left
         self.pool.push(b"".join(gone))
@@ -329,7 +343,8 @@ class PrefixTree:
         cached = sum(node.end - node.start for node in nodes)
         if cached != self.cached:
             raise PageError(f"{cached} cached pages, counted {self.cached}")
-        entered = {id(node) for last_use, _, node in self._leaves if self._is_idle_leaf(node, last_use)}
+        entries = [*self._leaves, *((last_use, node) for last_use, _, node in self._bared)]
+        entered = {id(node) for last_use, node in entries if self._is_idle_leaf(node, last_use)}
         for node in nodes:
             parent = node.parent
             assert parent is not None
