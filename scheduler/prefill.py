@@ -47,7 +47,8 @@ class PrefillPlanner:
             self._advance(longs[0], budget // _LONG_SHARE, share)
         for request in shorts:
             self._advance(request, share.budget, share)
-        if may_admit and share.budget and self._queues and self._stuck != self._circumstances(step):
+        stuck = self._stuck is not None and self._stuck == self._circumstances(step)
+        if may_admit and share.budget and self._queues and not stuck:
             self._admit(share, step, now)
         for request in longs:
             self._advance(request, share.budget, share)
