@@ -1,5 +1,7 @@
 """Weights into device memory."""
 
+from dataclasses import replace
+
 import torch
 
 from proto.config import WorkerOptions
@@ -56,7 +58,7 @@ def _build(manifest: ModelManifest, dtype: torch.dtype, max_position: int) -> Mo
 def _fill_dummy(model: Model, seed: int) -> None:
     """The random weights that the CPU would get: drawn there, since a GPU's generator gives others."""
     places = model.parameters()
-    drawn = [type(p)(p.name, torch.empty(p.tensor.shape, dtype=p.tensor.dtype), p.offset) for p in places]
+    drawn = [replace(p, tensor=torch.empty(p.tensor.shape, dtype=p.tensor.dtype)) for p in places]
     fill_dummy(drawn, seed)
     for place, values in zip(places, drawn, strict=True):
         place.tensor.copy_(values.tensor)
