@@ -14,9 +14,10 @@ from engine.runtime.stage import SUPERVISOR, Stage
 from proto.config import ServerOptions
 from proto.messages import I32, RequestParams, Sampling, ServerFacts, Serving, WorkClass
 from server import control, inference
-from server.edge import Edge
+from server.edge import Edge, spare_full_collections
 from server.health import Health
 from server.limits import ModelFacts
+from server.poller import unclogged_poller
 from server.readiness import Phase
 from server.status import CallError
 from server.validate import Ask
@@ -51,6 +52,8 @@ async def serve(stage: Stage) -> int:
     options = stage.options
     assert isinstance(options, ServerOptions)
     edge = Edge(stage, options)
+    with unclogged_poller():
+        grpc.aio.init_grpc_aio()
     server = grpc.aio.server(options=channel_arguments(options))
     try:
         address = _bind(server, options)
@@ -66,6 +69,7 @@ async def serve(stage: Stage) -> int:
     await readiness.tell_live()
     await server.start()
     edge.start()
+    spare_full_collections()
     stage.ready(ServerFacts(address=address))
     log.info("listening on %s", address)
     follower = asyncio.create_task(_follow(edge, readiness))
