@@ -62,27 +62,41 @@ class Group:
         self.size = size
 
     def share(self, total: int) -> Share:
-        """This rank's equal part of a dimension. Raises ValueError when there is none."""
+        """This rank's part of a dimension, as large as others' or 1 more or less. Raises ValueError for one of none."""
+        if 0 < total < self.size:
+            raise ValueError(f"{total} cannot be shared by {self.size} ranks")
+        start, stop = self.rank * total // self.size, (self.rank + 1) * total // self.size
+        return Share(start, stop - start, total)
+
+    def share_equally(self, total: int) -> Share:
+        """As `share`, where ranks' results are put side by side (`concatenate`). Raises ValueError."""
         if total % self.size:
             raise ValueError(f"{total} cannot be divided between {self.size} ranks")
-        return Share(self.rank * (total // self.size), total // self.size, total)
+        return self.share(total)
 
-    def share_kv_heads(self, total: int) -> Share:
-        """As `share`; where there are more ranks than KV heads, the head that this rank's query heads read, copied."""
-        if self.size <= total:
-            return self.share(total)
-        if self.size % total:
-            raise ValueError(f"{total} KV heads cannot be copied evenly to {self.size} ranks")
-        return Share(self.rank * total // self.size, 1, total)
+    def share_heads(self, config: ModelConfig) -> tuple[Share, Share]:
+        """This rank's query heads, and the KV heads that they read. Raises ValueError.
+
+        Of fewer KV heads than ranks, each is copied to as many ranks.
+        """
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        if self.size <= kv_heads:
+            part = self.share(kv_heads)
+            return part.times(heads // kv_heads), part
+        copies = self.size // kv_heads
+        if self.size % kv_heads or heads % self.size:
+            raise ValueError(f"{heads} heads on {kv_heads} KV heads cannot be shared by {self.size} ranks")
+        return self.share(heads), Share(self.rank // copies, 1, kv_heads)
 
     def shape(self, config: ModelConfig) -> ModelConfig:
         """A model of the size that one rank holds: what its products, its attention and its KV memory look like."""
+        heads, kv_heads = self.share_heads(config)
         return msgspec.structs.replace(
             config,
-            vocab_size=self.share(config.vocab_size).size,
+            vocab_size=self.share_equally(config.vocab_size).size,
             intermediate_size=self.share(config.intermediate_size).size,
-            num_heads=self.share(config.num_heads).size,
-            num_kv_heads=self.share_kv_heads(config.num_kv_heads).size,
+            num_heads=heads.size,
+            num_kv_heads=kv_heads.size,
             expert_size=self.share(config.expert_size).size,
         )
 

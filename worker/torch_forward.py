@@ -19,7 +19,7 @@ from worker.attention.reference import ReferenceAttention
 from worker.batch import StepBatch
 from worker.law import check_law
 from worker.layers.cpu_ops import CpuOps
-from worker.layers.gemm import find_rule
+from worker.layers.gemm import GemmShape, find_rule
 from worker.layers.ops import Ops
 from worker.layers.reference_ops import ReferenceOps
 from worker.loader.errors import LoadError
@@ -87,7 +87,7 @@ class TorchForward:
             scale=config.attention_scale or config.head_dim**-0.5,
             logits_soft_cap=config.attention_soft_cap,
             alibi=config.alibi,
-            heads=group.share(config.num_heads),
+            heads=group.share_heads(config)[0],
         )
         ops: Ops
         attention: AttentionBackend
@@ -95,8 +95,8 @@ class TorchForward:
             ops, attention = ReferenceOps(), ReferenceAttention(shape)
         else:
             progress("checking matrix products", 0, 0)
-            shapes = family.gemm_shapes(local, dtype, options.max_num_batched_tokens, options.max_num_seqs)
-            ops = CpuOps(group.agree(lambda: find_rule(shapes)), threads)  # the shapes are the same on every rank
+            shapes = _gemm_shapes(options, family, dtype, group.size)
+            ops = CpuOps(group.agree(lambda: find_rule(shapes)), threads)  # all ranks must pad alike
             attention = CpuAttention(shape, threads)
         model = _model(options, family, ops, dtype, pool.max_model_len, progress, group)
         forward = cls(options, model, attention, ops, pool, dtype)
@@ -136,6 +136,16 @@ def _family(manifest: ModelManifest) -> type[Model]:
     if manifest.config.family not in FAMILIES:
         raise LoadError(f"{manifest.source}: family {manifest.config.family!r} is not one of {', '.join(FAMILIES)}")
     return FAMILIES[manifest.config.family]
+
+
+def _gemm_shapes(options: WorkerOptions, family: type[Model], dtype: torch.dtype, ranks: int) -> list[GemmShape]:
+    """Of all ranks, each once: they are the same where every rank has an equal share."""
+    found: dict[GemmShape, None] = {}
+    for rank in range(ranks):
+        config = Group(rank, ranks).shape(options.manifest.config)
+        shapes = family.gemm_shapes(config, dtype, options.max_num_batched_tokens, options.max_num_seqs)
+        found |= dict.fromkeys(shapes)
+    return list(found)
 
 
 def _model(

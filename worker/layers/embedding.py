@@ -12,7 +12,7 @@ class Embedding:
 
     def __init__(self, group: Group, vocab_size: int, hidden_size: int, *, dtype: torch.dtype) -> None:
         self._group = group
-        self._share = group.share(vocab_size)
+        self._share = group.share_equally(vocab_size)
         self.weight = torch.empty(self._share.size, hidden_size, dtype=dtype)
 
     def parameters(self, prefix: str) -> list[Parameter]:
@@ -40,7 +40,7 @@ class Head:
     ) -> None:
         self._ops = ops
         self._group = group
-        self._share = group.share(vocab_size)
+        self._share = group.share_equally(vocab_size)
         self.weight = None if tied else torch.empty(self._share.size, hidden_size, dtype=dtype)
         self._packed = torch.empty(0)
 

@@ -79,7 +79,7 @@ def _columns(data: np.ndarray[Any, Any], kind: Type, share: Share) -> np.ndarray
     per_block = block_bytes if data.dtype == np.uint8 else block  # entries of `data`: bytes, or the numbers themselves
     first, last = share.start // block, -(-share.stop // block)
     values = _dequantized(np.ascontiguousarray(data[:, first * per_block : last * per_block]), kind)
-    return values[:, share.start - first * block : share.stop - first * block]
+    return np.ascontiguousarray(values[:, share.start - first * block : share.stop - first * block])
 
 
 def unpermute(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:

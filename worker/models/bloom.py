@@ -21,7 +21,7 @@ class Attention:
 
     def __init__(self, config: ModelConfig, ops: Ops, group: Group, layer: int, *, dtype: torch.dtype) -> None:
         self.layer = layer
-        heads = group.share(config.num_heads)
+        heads, _ = group.share_heads(config)
         self.heads, self.head_dim = heads.size, config.head_dim
         self.qkv = Linear(ops, config.hidden_size, {"qkv": heads.times(3 * self.head_dim)}, bias=True, dtype=dtype)
         self.o = RowLinear(ops, group, heads.times(self.head_dim), "o", config.hidden_size, bias=True, dtype=dtype)

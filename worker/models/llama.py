@@ -83,7 +83,7 @@ class Attention:
         """`norm_offset` is that of the norms of q and k."""
         self.layer = layer
         self.head_dim = config.head_dim
-        heads, kv_heads = group.share(config.num_heads), group.share_kv_heads(config.num_kv_heads)
+        heads, kv_heads = group.share_heads(config)
         self.heads, self.kv_heads = heads.size, kv_heads.size
         q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
         self.qkv = Linear(ops, config.hidden_size, {"q": q, "k": kv, "v": kv}, bias=config.qkv_bias, dtype=dtype)
