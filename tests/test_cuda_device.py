@@ -26,6 +26,7 @@ from tests.test_worker_tables import i32, make_admit, make_plan
 from worker.cuda.device import CudaDevice
 from worker.cuda.frames import Frames
 from worker.cuda.graphs import bucket_sizes
+from worker.cuda.piecewise import _Lives, token_sizes
 from worker.cuda.sampling import Mode
 from worker.cuda.start import start
 from worker.device import Completion, Deferred
@@ -347,7 +348,8 @@ def test_no_bucket_is_missed_and_buffers_keep_their_addresses(gpu: Gpu) -> None:
         assert rows <= bucket <= ROWS
         assert bucket == min(size for size in graphs.sizes if size >= rows)
         forward, sampling = graphs._forward[bucket], graphs._sample[bucket, Mode.GREEDY]
-        assert account.replays == [sampling, forward, sampling, forward, sampling]
+        chunks = device._pieces._pieces[16].graphs if 3 * rows <= 16 else []  # type: ignore[union-attr]
+        assert account.replays == [*chunks, sampling, forward, sampling, forward, sampling]
         assert all(forward.reads(tensor) for tensor in read_by_forward.values())  # type: ignore[attr-defined]
         assert all(sampling.reads(tensor) for tensor in read_by_sampling.values())  # type: ignore[attr-defined]
         for mode in (Mode.PLAIN, Mode.FILTERED):
@@ -370,6 +372,40 @@ def test_capturing_shows_its_progress(gpu: Gpu) -> None:
     start(options_of("cuda"), lambda *words: shown.append(words))
     captured = [(done, total) for text, done, total in shown if text == "capturing CUDA graphs"]
     assert captured == [(done, 4) for done in range(5)]
+
+
+def test_a_step_with_chunks_runs_by_pieces_between_attentions(gpu: Gpu) -> None:
+    """Padded tokens: 3 + 5 of 16; they write nothing, not even into the dummy page."""
+    device = make_device()
+    attention, pieces = device._step.attention, device._pieces
+    assert pieces is not None
+    late = make_admit(5, [9, 8, 7, 6, 5], [60, 61])
+    play(gpu, device, plans(3, 3))
+    before = [gpu.peek(pages).clone() for pages in (attention.keys, attention.values)]
+    with gpu.timeline.launch_path() as account:
+        deferred = device.launch(make_plan(step=4, admits=(late,), chunks=i32(5, 5, 1)))
+    assert account.replays[:-1] == pieces._pieces[16].graphs
+    assert len(pieces._pieces[16].graphs) == MODEL.num_layers + 1
+    assert isinstance(deferred, Deferred)
+    assert len(ids_of(deferred.wait())) == 4
+    written = set(gpu.peek(attention.kv_slots)[:8].tolist())
+    for old, pages in zip(before, (attention.keys, attention.values), strict=True):
+        changed = (old != gpu.peek(pages)).flatten(1, 2).any(-1).any(-1).any(0).nonzero().flatten().tolist()
+        assert set(changed) == written
+
+
+def test_what_one_piece_leaves_for_the_next_must_be_kept(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Lives, "now", lambda self: [])
+    device = make_device()
+    with pytest.raises(SimulationError, match="died after the capture"):
+        play(gpu, device, plans(3, 1))
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(8, ()), (16, (16,)), (100, (16, 32, 64)), (4096, (16, 32, 64, 128, 192, 256))]
+)
+def test_sizes_of_steps_with_chunks(most: int, sizes: tuple[int, ...]) -> None:
+    assert token_sizes(most) == sizes
 
 
 def test_enforce_eager_captures_nothing(gpu: Gpu) -> None:

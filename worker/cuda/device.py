@@ -12,6 +12,7 @@ from proto.messages import StepPlan, StepResult, TokenLogprobs, column
 from worker.batch import I32Array, StepBatch
 from worker.cuda.frames import Frame, Frames, Span
 from worker.cuda.graphs import DecodeGraphs
+from worker.cuda.piecewise import PiecewiseGraphs
 from worker.cuda.sampling import Mode, SamplingTable, token_logprobs
 from worker.cuda.step import GpuStep, MixedInputs
 from worker.device import Completion, Deferred, StepClock
@@ -69,6 +70,14 @@ class _Packed:
     logprob_rows: Span
 
 
+@dataclass(frozen=True, slots=True)
+class Graphs:
+    """What is replayed instead of launched one by one."""
+
+    decode: DecodeGraphs
+    chunks: PiecewiseGraphs
+
+
 class CudaDevice:
     """Implements `worker.device.Device`. Made by `worker.cuda.start.start`.
 
@@ -84,7 +93,7 @@ class CudaDevice:
         options: WorkerOptions,
         sizes: Sizes,
         step: GpuStep,
-        graphs: DecodeGraphs | None,
+        graphs: Graphs | None,
         compute: torch.cuda.Stream,
     ) -> None:
         self.num_pages = sizes.num_pages
@@ -95,7 +104,8 @@ class CudaDevice:
         self.dtype = sizes.dtype
         self.clock = StepClock()
         self._step = step
-        self._graphs = graphs
+        self._graphs = None if graphs is None else graphs.decode
+        self._pieces = None if graphs is None else graphs.chunks
         self._compute = compute
         self._copies = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._sequence = PlanSequence()
@@ -175,10 +185,15 @@ class CudaDevice:
         )
 
     def _pack_mixed(self, frame: Frame, batch: StepBatch) -> MixedInputs:
+        tokens = len(batch.token_ids)
+        if self._pieces is not None:
+            tokens = self._pieces.size_for(tokens) or tokens
+        slots = np.repeat(batch.slots, np.diff(batch.qo_indptr))
         return MixedInputs(
-            slots=frame.put(np.repeat(batch.slots, np.diff(batch.qo_indptr))),
-            positions=frame.put(batch.positions),
-            ids=frame.put(batch.token_ids),
+            tokens=tokens,
+            slots=frame.put(slots, size=tokens, fill=self._step.state.padding_slot),
+            positions=frame.put(batch.positions, size=tokens),
+            ids=frame.put(batch.token_ids, size=tokens),
             row_slots=frame.put(batch.slots),
             kv_indptr=frame.put(batch.kv_indptr),
             logit_tokens=frame.put(batch.logit_tokens),
@@ -207,7 +222,10 @@ class CudaDevice:
 
     def _forward(self, batch: StepBatch, packed: _Packed) -> None:
         if packed.mixed is not None:
-            self._step.mixed(batch, packed.mixed)
+            pieces = self._pieces
+            if pieces is not None and not pieces.size_for(packed.mixed.tokens):
+                pieces = None
+            self._step.mixed(batch, packed.mixed, pieces)
         elif self._graphs is not None and packed.bucket:
             if packed.kv_indptr is not None:
                 count = int(batch.kv_indptr[-1]) + packed.bucket - len(batch.slots)

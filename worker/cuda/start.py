@@ -10,10 +10,11 @@ from proto.config import WorkerOptions
 from worker.attention.base import AttentionShape
 from worker.attention.flashinfer import FlashInferAttention, Limits
 from worker.attention.flashinfer_api import FlashInferError
-from worker.cuda.device import CudaDevice, Sizes, words_of_a_step
+from worker.cuda.device import CudaDevice, Graphs, Sizes, words_of_a_step
 from worker.cuda.graphs import DecodeGraphs, Progress
 from worker.cuda.load import load_model, require_cuda, resolve_dtype
 from worker.cuda.memory import Measured, pool_pages, used_memory
+from worker.cuda.piecewise import PiecewiseGraphs
 from worker.cuda.sampling import Mode
 from worker.cuda.state import SlotState
 from worker.cuda.step import GpuStep
@@ -108,12 +109,14 @@ class _Start:
                 words=words_of_a_step(options, sizes.pages_per_slot),
             )
 
-    def _capture(self, step: GpuStep) -> DecodeGraphs | None:
+    def _capture(self, step: GpuStep) -> Graphs | None:
         if not self._with_graphs:
             return None
-        graphs = DecodeGraphs(step, self._stream, self._options.max_num_seqs)
-        graphs.capture(graphs.sizes, self._progress)
-        return graphs
+        decode = DecodeGraphs(step, self._stream, self._options.max_num_seqs)
+        decode.capture(decode.sizes, self._progress)
+        chunks = PiecewiseGraphs(self._model, self._stream, self._options.max_num_batched_tokens)
+        chunks.capture(self._progress)
+        return Graphs(decode, chunks)
 
     # ------------------------------------------------------------------ measuring
 
@@ -128,7 +131,7 @@ class _Start:
         step = self._step(self._sizes(pages, self._wanted_len))
         attention = used_memory() - before - (pages + 1) * self._page_bytes
         peak = self._peak(step, lengths)
-        kept = self._capture_largest(step)
+        kept = self._graph_bytes(step)
         del step
         gc.collect()
         torch.cuda.empty_cache()
@@ -153,8 +156,9 @@ class _Start:
         torch.cuda.synchronize()
         return int(torch.cuda.max_memory_allocated()) - int(standing)
 
-    def _capture_largest(self, step: GpuStep) -> int:
-        """Bytes that all graphs will keep: the largest one's memory serves all, and each adds what the second does."""
+    def _graph_bytes(self, step: GpuStep) -> int:
+        """Bytes that all graphs will keep. Of decode, the largest one's memory serves all, and each adds what the
+        second does."""
         if not self._with_graphs:
             return 0
         graphs = DecodeGraphs(step, self._stream, self._options.max_num_seqs)
@@ -164,7 +168,11 @@ class _Start:
             torch.cuda.synchronize()
             used.append(used_memory())
         each = max(used[-1] - used[1], 0)
-        return max(used[1] - used[0], 0) + each * (len(graphs.sizes) - 1)
+        decode = max(used[1] - used[0], 0) + each * (len(graphs.sizes) - 1)
+        chunks = PiecewiseGraphs(self._model, self._stream, self._options.max_num_batched_tokens)
+        chunks.capture(self._progress)  # all of them: they share little
+        torch.cuda.synchronize()
+        return decode + max(used_memory() - used[-1], 0)
 
 
 _NOTHING = Measured(total=0, before=0, attention=0, peak=0, graphs=0)

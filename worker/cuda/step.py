@@ -16,6 +16,7 @@ import torch
 from worker.attention.flashinfer import FlashInferAttention
 from worker.batch import StepBatch
 from worker.cuda.frames import Span
+from worker.cuda.piecewise import PiecewiseGraphs
 from worker.cuda.sampling import Mode, finite_rows, sample
 from worker.cuda.state import SlotState
 from worker.models.base import Model
@@ -25,9 +26,10 @@ from worker.models.base import Model
 class MixedInputs:
     """Where a step with chunks has its tokens in `inputs`. T tokens, R rows, S of them sampled."""
 
-    slots: Span  # [T] the slot of each token
-    positions: Span  # [T]
-    ids: Span  # [T]; of decode rows unknown to the host
+    tokens: int  # N ≥ T: with padding, for piecewise graphs
+    slots: Span  # [N] the slot of each token, the padding slot behind them
+    positions: Span  # [N]
+    ids: Span  # [N]; of decode rows unknown to the host
     row_slots: Span  # [R]
     kv_indptr: Span  # [R + 1]
     logit_tokens: Span  # [S] index along T
@@ -82,15 +84,18 @@ class GpuStep:
 
     # ------------------------------------------------------------------ any step, never in a graph
 
-    def mixed(self, batch: StepBatch, where: MixedInputs) -> None:
-        """Logits of the sampled rows of a step of any kind."""
-        tokens, decodes = len(batch.token_ids), batch.decode_rows
+    def mixed(self, batch: StepBatch, where: MixedInputs, pieces: PiecewiseGraphs | None) -> None:
+        """Logits of the sampled rows of a step of any kind; `pieces`: by its graphs."""
+        tokens, decodes = where.tokens, batch.decode_rows
         slots, positions, ids = self.view(where.slots), self.view(where.positions), self.view(where.ids)
         ids[:decodes].copy_(self.state.last_tokens[slots[:decodes]])
         self.attention.kv_slots[:tokens].copy_(self.state.kv_slots(slots, positions))
         self.place_indices(None, 0, where.row_slots, where.kv_indptr, int(batch.kv_indptr[-1]))
         self.attention.plan_eager(batch)
-        hidden = self.model.hidden(ids, positions, self.attention)
+        if pieces is None:
+            hidden = self.model.hidden(ids, positions, self.attention)
+        else:
+            hidden = pieces.hidden(tokens, ids, positions, self.attention)
         if len(batch.logit_tokens):
             self._take_logits(hidden[self.view(where.logit_tokens)])
 

@@ -1,0 +1,157 @@
+"""CUDA graphs of steps with chunks: everything between two layers' attention, for a few numbers of tokens.
+
+Attention over chunks cannot be captured, as its grid follows from the plan. So a capture is cut at each layer's
+attention, and a replay is graph, attention, graph, attention, …, graph. Models know nothing of it: in a capture they
+are given an attention that cuts.
+"""
+
+import weakref
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from worker.attention.base import AttentionBackend
+from worker.batch import StepBatch
+from worker.loader.load import Progress
+from worker.models.base import Model
+
+MAX_TOKENS = 256  # beyond, the device has enough to do for the host to keep up, and buffers would be large
+
+
+def token_sizes(max_tokens: int) -> tuple[int, ...]:
+    """16, 32, then every 64 up to MAX_TOKENS, none above what a step may have."""
+    return tuple(size for size in (16, 32, *range(64, MAX_TOKENS + 1, 64)) if size <= max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """One layer's attention: what the graph before it gives, and where the graph behind it reads."""
+
+    layer: int
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    graphs: list[torch.cuda.CUDAGraph]  # one more than cuts
+    cuts: list[_Cut]
+    hidden: torch.Tensor
+    kept: list[torch.Tensor]  # what one graph leaves for another
+
+
+class PiecewiseGraphs:
+    """Hidden states of up to MAX_TOKENS tokens, padded to one of `sizes`."""
+
+    def __init__(self, model: Model, stream: torch.cuda.Stream, max_tokens: int) -> None:
+        self.sizes = token_sizes(max_tokens)
+        largest = self.sizes[-1] if self.sizes else 0
+        self._model = model
+        self._stream = stream
+        self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(stream):
+            self._ids = torch.zeros(largest, dtype=torch.int32, device="cuda")
+            self._positions = torch.zeros(largest, dtype=torch.int32, device="cuda")
+        self._pieces: dict[int, _Pieces] = {}
+
+    def size_for(self, tokens: int) -> int:
+        """The smallest size that holds so many tokens; 0 = there is none."""
+        at = bisect_left(self.sizes, tokens)
+        return self.sizes[at] if at < len(self.sizes) else 0
+
+    def capture(self, progress: Progress) -> None:
+        for done, size in enumerate(reversed(self.sizes)):
+            progress("capturing CUDA graphs of chunks", done, len(self.sizes))
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
+                self._pieces[size] = self._capture(size)
+        progress("capturing CUDA graphs of chunks", len(self.sizes), len(self.sizes))
+
+    def hidden(
+        self, size: int, ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """ids and positions [size] → hidden states [size, hidden]; attention is planned for the first T of them."""
+        pieces = self._pieces[size]
+        self._ids[:size].copy_(ids)
+        self._positions[:size].copy_(positions)
+        for graph, cut in zip(pieces.graphs, pieces.cuts, strict=False):
+            graph.replay()
+            cut.out.copy_(attention.run(cut.layer, cut.q, cut.k, cut.v))
+        pieces.graphs[-1].replay()
+        return pieces.hidden
+
+    def _capture(self, size: int) -> _Pieces:
+        ids, positions = self._ids[:size], self._positions[:size]
+        self._model.hidden(ids, positions, _NoAttention())  # loads modules
+        torch.cuda.synchronize()
+        cutter = _Cutter(self._pool)
+        with cutter.lives:
+            cutter.begin()
+            try:
+                hidden = self._model.hidden(ids, positions, cutter)
+            finally:
+                cutter.end()
+        return _Pieces(cutter.graphs, cutter.cuts, hidden, cutter.kept)
+
+
+class _NoAttention:
+    """Attention to nothing: zeros."""
+
+    def plan(self, batch: StepBatch) -> None:
+        """Nothing is planned."""
+
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
+
+
+class _Cutter(_NoAttention):
+    """Ends one graph and begins the next at each layer's attention."""
+
+    def __init__(self, pool: Any) -> None:
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.cuts: list[_Cut] = []
+        self.kept: list[torch.Tensor] = []
+        self.lives = _Lives()
+        self._pool = pool
+
+    def begin(self) -> None:
+        self.graphs.append(torch.cuda.CUDAGraph())
+        self.graphs[-1].capture_begin(pool=self._pool)
+
+    def end(self) -> None:
+        self.graphs[-1].capture_end()
+
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        self.end()
+        self.kept += self.lives.now()
+        out = super().run(layer, q, k, v)
+        self.cuts.append(_Cut(layer, q, k, v, out))
+        self.begin()
+        return out
+
+
+class _Lives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Knows which tensors that were made inside are still held by somebody: at a cut, those that cross it.
+
+    They must stay: between replays of two pieces their memory would be anybody's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, torch.Tensor):
+                self._made.append(weakref.ref(value))
+        return result
+
+    def now(self) -> list[torch.Tensor]:
+        alive = [tensor for made in self._made if (tensor := made()) is not None]
+        self._made = [weakref.ref(tensor) for tensor in alive]
+        return alive
