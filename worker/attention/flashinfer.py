@@ -131,7 +131,7 @@ class FlashInferAttention:
     # ------------------------------------------------------------------ plans
 
     def plan(self, batch: StepBatch) -> None:
-        """Plan an eager step with page ids and slots from the host."""
+        """Plan an eager step with page ids and slots from the host. Raises ValueError for one beyond the limits."""
         turn = self._ring.begin()
         self._upload(turn, batch, bucket=0)
         self._plan_eager(turn, batch)
@@ -179,6 +179,12 @@ class FlashInferAttention:
         self.kv_slots[: len(written)].copy_(written, non_blocking=True)
 
     def _plan_eager(self, turn: PinnedTurn, batch: StepBatch) -> None:
+        limits = self.limits
+        if len(batch.token_ids) > limits.max_tokens or len(batch.slots) > limits.max_rows:
+            raise ValueError(
+                f"a step of {len(batch.token_ids)} tokens in {len(batch.slots)} rows; "
+                f"{limits.max_tokens} in {limits.max_rows} are the most"
+            )
         decodes, parts = batch.decode_rows, []
         pages = int(batch.kv_indptr[decodes])
         if decodes:

@@ -1,0 +1,85 @@
+"""The GPU kit, as far as a machine without a GPU can run it."""
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.gpu import check, make_wheels, speed
+from tests.flashinfer_cases import DOUBLE
+from tests.flashinfer_double import simulate
+
+
+def test_every_timing_runs_on_the_double() -> None:
+    scale = speed.GRAIN
+    with simulate(seed=1):
+        decoded = list(speed.decode(scale, bandwidth=1e9))
+        assert [row["batch"] for row in decoded] == list(scale.batches)
+        assert all(row["roofline_ms"] > 0 and row["step_ms"] > 0 for row in decoded)
+        assert 0 <= speed.admissions(scale)["device_idle"] <= 1
+        assert speed.prefill(scale, rate=1e9)["tokens"] == scale.prompt
+        served = speed.throughput(scale)
+        assert served["requests"] == scale.requests
+        assert scale.requests * scale.lengths[0] <= served["tokens_out"] <= scale.requests * scale.lengths[1]
+
+
+def test_rooflines_count_the_real_models() -> None:
+    assert speed._weights(speed.LLAMA_8B) == pytest.approx(8.03e9, rel=0.001)
+    assert speed._weights(speed.QWEN3_06B) == pytest.approx(0.596e9, rel=0.001)
+
+
+def test_a_part_that_fails_is_named_and_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise AssertionError("logits differ by 9")
+
+    monkeypatch.setattr(check, "families", broken)
+    for name in ("graphs", "fp8"):
+        monkeypatch.setattr(check, name, lambda *_: {"largest_difference": 0.125})
+    for name in ("decode", "admissions", "throughput", "prefill"):
+        monkeypatch.setattr(speed, name, lambda *_: {})
+    with simulate():
+        report = check.run(DOUBLE, speed.GRAIN)
+    assert report["failed"] == ["families against the reference"]
+    assert report["machine"]["simulated"] is True
+    text = check.table(report)
+    assert "AssertionError: logits differ by 9" in text
+    assert "largest_difference 0.125" in text
+    assert text.endswith("failed: families against the reference")
+
+
+def test_without_a_gpu_the_check_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["check"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        check.main()
+    assert "torch sees no GPU" in capsys.readouterr().err
+
+
+def test_the_slim_wheel_holds_what_is_reached(tmp_path: Path) -> None:
+    source, aot, wheels = tmp_path / "source", tmp_path / "aot", tmp_path / "wheels"
+    files = {
+        "flashinfer/decode.py": "kept",
+        "flashinfer/cake_fmha.py": "kept, as an import loads it",
+        "flashinfer/cake_other.py": "dropped",
+        "flashinfer/data/csrc/batch_decode.jinja": "kept",
+        "flashinfer/data/csrc/cake_x.cu": "dropped",
+        "flashinfer/data/include/big.cuh": "dropped",
+        "flashinfer_python-0.7.4.dist-info/METADATA": "kept",
+        "flashinfer_python-0.7.4.dist-info/RECORD": "made anew",
+    }
+    for name, text in files.items():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(text)
+    (aot / "decode").mkdir(parents=True)
+    (aot / "decode/decode.so").write_bytes(b"machine code")
+    wheels.mkdir()
+    wheel = make_wheels.slim(source, aot, {"flashinfer/cake_fmha.py"}, wheels)
+    assert wheel.name == "flashinfer_python-0.7.4-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        record = archive.read("flashinfer_python-0.7.4.dist-info/RECORD").decode().splitlines()
+    kept = {name for name, text in files.items() if text.startswith("kept")}
+    record_name = "flashinfer_python-0.7.4.dist-info/RECORD"
+    assert names == {*kept, "flashinfer/data/aot/decode/decode.so", record_name}
+    assert {line.split(",")[0] for line in record} == names
