@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
-import psutil
 import pytest
 
 from engine.instance import Instance, InstanceError
@@ -44,12 +43,15 @@ def pids(instance: Instance) -> dict[str, int]:
 def tokens(model: str, ranks: int, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Greedy for the first prompt, drawn with a seed for the others."""
     found = []
-    with start(model, ranks) as instance, Client(instance.address, timeout=60) as client:
-        for number, ids in enumerate(prompts):
-            chunks = client.generate_stream(
-                ids, max_new_tokens=count, temperature=0.9 * (number > 0), seed=number, ignore_eos=True
-            )
-            found.append([token for chunk in chunks for token in chunk.token_ids])
+    with start(model, ranks) as instance:
+        assert sum(title in RANKS for title in pids(instance)) == ranks
+        with Client(instance.address, timeout=60) as client:
+            for number, ids in enumerate(prompts):
+                chunks = client.generate_stream(
+                    ids, max_new_tokens=count, temperature=0.9 * (number > 0), seed=number, ignore_eos=True
+                )
+                found.append([token for chunk in chunks for token in chunk.token_ids])
+        assert instance.stop() == 0
     return found
 
 
@@ -81,11 +83,6 @@ def test_the_end_of_either_rank_ends_everything_soon(pair: Instance, rank: int, 
     what = "was killed by SIGKILL" if how is signal.SIGKILL else "was stopped"
     assert f"error: {RANKS[rank]} (pid {before[RANKS[rank]]}) {what}" in pair.stderr_tail  # the right one is blamed
     assert not Path(pair.run_dir).exists()
-
-
-def test_a_requested_stop_is_in_good_order(pair: Instance) -> None:
-    assert [psutil.Process(pid).name()[:7] for title, pid in pids(pair).items() if title in RANKS] == ["quintet"] * 2
-    assert pair.stop(20) == 0
 
 
 def test_a_size_that_does_not_divide_is_refused_before_anything_starts(model: str) -> None:

@@ -34,7 +34,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "serve",
         help="run a model behind gRPC",
-        description="Run a model behind gRPC, in five processes. Stop with ^C: streams finish first.",
+        description="Run a model behind gRPC, in five kinds of process. Stop with ^C: streams finish first.",
         usage="quintet serve --model MODEL [flags]",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=110),
@@ -149,7 +149,7 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
         type=_int(1, 64),
         default=1,
         metavar="N",
-        help="worker processes that share the model, its memory and the cores (1)",
+        help="workers, each with a part of the model, of its memory and of the cores (1)",
     )
 
 

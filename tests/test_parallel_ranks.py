@@ -1,0 +1,94 @@
+"""The loops of rank 0 and of the others, over devices that only remember."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from proto.channel import Address
+from proto.ids import StageKind
+from proto.messages import Message, Reset, StepPlan
+from tests.test_worker_tables import make_plan
+from worker import ranks
+from worker.parallel import PeerLostError
+from worker.ranks import FollowerLoop, Followers
+
+
+class FakeDevice:
+    def __init__(self) -> None:
+        self.done: list[object] = []
+        self.lost = False
+
+    def launch(self, plan: StepPlan) -> None:
+        if self.lost:
+            raise PeerLostError("rank 0 is gone")
+        self.done.append(plan.step)
+
+    def reset(self, epoch: int) -> None:
+        self.done.append(f"reset {epoch}")
+
+
+class FakeOutbox:
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def send_encoded(self, body: bytes) -> None:
+        self.sent.append(body)
+
+
+class FakeStage:
+    def __init__(self) -> None:
+        self.outboxes: dict[Address, FakeOutbox] = {}
+        self.code: int | None = None
+
+    def outbox(self, to: Address) -> FakeOutbox:
+        return self.outboxes.setdefault(to, FakeOutbox())
+
+    def exit(self, code: int) -> None:
+        self.code = code
+        raise SystemExit(code)
+
+
+def make_loop() -> tuple[FollowerLoop, FakeDevice, FakeStage]:
+    device, stage = FakeDevice(), FakeStage()
+    unchecked: Any = stage
+    return FollowerLoop(unchecked, device), device, stage  # type: ignore[arg-type]
+
+
+def test_every_other_rank_gets_the_same_bytes() -> None:
+    stage = FakeStage()
+    unchecked: Any = stage
+    messages: list[StepPlan | Reset] = [Reset(epoch=1), make_plan(step=1)]
+    followers = Followers(unchecked, 3)
+    for message in messages:
+        followers.tell(message)
+    assert list(stage.outboxes) == [Address(StageKind.WORKER, 1), Address(StageKind.WORKER, 2)]
+    for outbox in stage.outboxes.values():
+        assert [msgspec.msgpack.decode(body, type=StepPlan | Reset) for body in outbox.sent] == messages
+
+
+def test_a_follower_never_skips_what_rank_0_launched_before_a_reset() -> None:
+    """Rank 0 waits for the others in the middle of those steps."""
+    loop, device, _ = make_loop()
+    orders: list[Message] = [make_plan(step=1), make_plan(step=2), Reset(epoch=2), make_plan(step=1)]
+    for order in orders:
+        loop.on_message(order)
+    waits = [loop.step(0) for _ in range(5)]
+    assert device.done == [1, 2, "reset 2", 1]
+    assert waits == [0.0, 0.0, 0.0, None, None]
+
+
+def test_a_follower_without_peers_ends_and_lets_the_first_be_blamed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(sleep=slept.append))
+    loop, device, stage = make_loop()
+    device.lost = True
+    loop.on_message(make_plan(step=1))
+    with pytest.raises(SystemExit):
+        loop.step(0)
+    assert stage.code not in (0, None)
+    assert slept
+    assert "rank 0 is gone" in caplog.text
