@@ -1,14 +1,17 @@
 """The GPU kit, as far as a machine without a GPU can run it."""
 
 import zipfile
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.cli import doctor
 from scripts.gpu import check, make_wheels, speed
 from tests.flashinfer_cases import DOUBLE
 from tests.flashinfer_double import simulate
+from worker.attention import flashinfer_api
 
 
 def test_every_timing_runs_on_the_double() -> None:
@@ -83,3 +86,17 @@ def test_the_slim_wheel_holds_what_is_reached(tmp_path: Path) -> None:
     record_name = "flashinfer_python-0.7.4.dist-info/RECORD"
     assert names == {*kept, "flashinfer/data/aot/decode/decode.so", record_name}
     assert {line.split(",")[0] for line in record} == names
+
+
+def test_the_doctor_says_what_cuda_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here fails a machine without CUDA; a machine with another FlashInfer is told so."""
+    installed = {"flashinfer-python": "0.6.13", "triton": "3.6.0"}
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: installed.get(name) or real(name))
+    checks = {found.name: found for found in doctor._gpu()}
+    assert {found.state for found in checks.values()} <= {"ok", "note"}
+    assert checks["flashinfer-python"].detail == "0.6.13; the worker is written for 0.7.4"
+    text = doctor._text(list(checks.values()), [], ["nvcc", "flashinfer-python"])
+    assert text.endswith("Device cuda cannot run: this machine lacks flashinfer-python.\n")
+    assert doctor._text(list(checks.values()), [], ["nvcc"]).endswith("Device cuda can run.\n")
+    assert doctor._FLASHINFER == flashinfer_api.VERSION == make_wheels.FLASHINFER.split("==")[1]

@@ -22,7 +22,9 @@ _DEFAULT_PORT = 50051
 _MIN_PYTHON = (3, 11)
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 _CPU_PACKAGES = ("torch", "safetensors", "numba")
-_CUDA_PACKAGES = ("torch", "safetensors", "flashinfer-python")
+_CUDA_PACKAGES = ("torch", "safetensors", "triton", "flashinfer-python")
+_FLASHINFER = "0.7.4"  # the version that the worker is written for
+_COMPILER = "nvcc"
 _REQUIREMENT = re.compile(r"[A-Za-z0-9._-]+")
 _PROBE_SECONDS = 10.0
 
@@ -81,10 +83,9 @@ def _text(checks: list[Check], failed: list[str], lacking: list[str]) -> str:
             lines += ["", group]
         lines.append(f"  {_MARKS[check.state]} {check.name:<{width}}  {check.detail}")
     verdict = f"The CPU backend cannot run: see {', '.join(failed)}." if failed else "The CPU backend can run."
-    wanted = f"this machine lacks {', '.join(lacking)}" if lacking else "this machine has what it needs"
-    return (
-        "\n".join([*lines[1:], "", verdict, f"A CUDA backend is not part of this version; for one, {wanted}."]) + "\n"
-    )
+    needed = [name for name in lacking if name != _COMPILER]
+    cuda = f"Device cuda cannot run: this machine lacks {', '.join(needed)}." if needed else "Device cuda can run."
+    return "\n".join([*lines[1:], "", verdict, cuda]) + "\n"
 
 
 def _python() -> Iterator[Check]:
@@ -183,16 +184,19 @@ def _gpu() -> Iterator[Check]:
         yield Check("cuda", "GPU", "note", "no NVIDIA GPU or no driver")
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc") or (shutil.which("nvcc", path=f"{home}/bin") if home else None)
-    detail = nvcc or "not in PATH nor CUDA_HOME; FlashInfer compiles kernels with it"
-    yield Check("cuda", "nvcc", "ok" if nvcc else "note", detail)
+    detail = nvcc or "not in PATH nor CUDA_HOME; FlashInfer compiles with it what did not come compiled"
+    yield Check("cuda", _COMPILER, "ok" if nvcc else "note", detail)
     for name in _CUDA_PACKAGES:
-        yield _package("cuda", name, "note", "pip install 'quintet-llm[cuda]'")
+        found = _package("cuda", name, "note", "pip install 'quintet-llm[cuda]'")
+        if name == "flashinfer-python" and found.state == "ok" and found.detail != _FLASHINFER:
+            found = Check("cuda", name, "note", f"{found.detail}; the worker is written for {_FLASHINFER}")
+        yield found
     yield _torch_build()
 
 
 def lacking_for_cuda() -> list[str]:
     """What `--device cuda` cannot do without and this machine lacks, in words. Kernels may come compiled: not nvcc."""
-    return [f"{check.name}: {check.detail}" for check in _gpu() if check.state != "ok" and check.name != "nvcc"]
+    return [f"{check.name}: {check.detail}" for check in _gpu() if check.state != "ok" and check.name != _COMPILER]
 
 
 def _torch_build() -> Check:
