@@ -1,9 +1,12 @@
 """The simulated GPU: what goes wrong on a real one at times must go wrong here."""
 
+import inspect
+
 import pytest
 import torch
 
 from tests.flashinfer_double import CaptureError, SimulationError, simulate
+from tests.flashinfer_double.library import FLASHINFER
 from worker.attention.flashinfer_api import library
 
 SEEDS = range(8)
@@ -241,3 +244,24 @@ def test_nothing_is_left_behind() -> None:
         assert library().flashinfer.__version__
     assert torch.cuda.Stream is before
     assert torch.zeros(2).device.type == "cpu"
+
+
+def test_the_double_has_the_signatures_of_flashinfer() -> None:
+    """Where FlashInfer can be imported (it needs no GPU for that): every parameter, by name, place and default."""
+    real = pytest.importorskip("flashinfer")
+    names = ("rmsnorm", "fused_add_rmsnorm", "silu_and_mul", "gelu_tanh_and_mul")
+    pairs = [(getattr(FLASHINFER, name), getattr(real, name)) for name in names]
+    for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"):
+        ours, theirs = getattr(FLASHINFER, name), getattr(real, name)
+        pairs += [(getattr(ours, method), getattr(theirs, method)) for method in ("__init__", "plan", "run")]
+        if hasattr(theirs, "_plan_impl"):  # its plan hands keywords on
+            pairs[-2] = (ours.plan, theirs._plan_impl)
+    for ours, theirs in pairs:
+        expected = inspect.signature(theirs).parameters
+        parameters = inspect.signature(ours).parameters
+        positional = [p.name for p in parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
+        assert list(expected)[: len(positional)] == positional, ours.__qualname__
+        for name, parameter in parameters.items():
+            assert name in expected, f"{ours.__qualname__}: {name}"
+            if name in ("causal", "window_left", "backend", "non_blocking", "use_tensor_cores", "eps"):
+                assert parameter.default == expected[name].default, f"{ours.__qualname__}: default of {name}"
