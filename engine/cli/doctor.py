@@ -24,7 +24,9 @@ _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 _CPU_PACKAGES = ("torch", "safetensors", "numba")
 _CUDA_PACKAGES = ("torch", "safetensors", "triton", "flashinfer-python")
 _FLASHINFER = "0.7.4"  # the version that the worker is written for
+_CUDA_MODULES = {"triton": "triton", "flashinfer-python": "flashinfer"}
 _COMPILER = "nvcc"
+_DRIVER = Path("/dev/nvidiactl")
 _REQUIREMENT = re.compile(r"[A-Za-z0-9._-]+")
 _PROBE_SECONDS = 10.0
 
@@ -178,7 +180,7 @@ def _gpu() -> Iterator[Check]:
     if names:
         for index, line in enumerate(names.splitlines()):
             yield Check("cuda", f"GPU {index}", "ok", line)
-    elif Path("/dev/nvidiactl").exists():
+    elif _DRIVER.exists():
         yield Check("cuda", "GPU", "note", "its driver is there, but nvidia-smi names none")
     else:
         yield Check("cuda", "GPU", "note", "no NVIDIA GPU or no driver")
@@ -195,8 +197,15 @@ def _gpu() -> Iterator[Check]:
 
 
 def lacking_for_cuda() -> list[str]:
-    """What `--device cuda` cannot do without and this machine lacks, in words. Kernels may come compiled: not nvcc."""
-    return [f"{check.name}: {check.detail}" for check in _gpu() if check.state != "ok" and check.name != _COMPILER]
+    """What `--device cuda` cannot do without and this machine lacks, in words.
+
+    Only what is certain: kernels may come compiled, a driver without nvidia-smi, packages without their metadata.
+    """
+    doubtful = {_COMPILER}
+    if _DRIVER.exists():
+        doubtful.add("GPU")
+    doubtful |= {name for name, module in _CUDA_MODULES.items() if find_spec(module)}
+    return [f"{check.name}: {check.detail}" for check in _gpu() if check.state != "ok" and check.name not in doubtful]
 
 
 def _torch_build() -> Check:
