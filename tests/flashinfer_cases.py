@@ -46,6 +46,7 @@ class Place:
 
 
 DOUBLE = Place("double", torch.float32, 16, 1e-4)
+NARROW = Place("double", torch.bfloat16, 16, 0.25)  # as on a GPU: are all dtypes those that kernels want?
 GPU = Place("gpu", torch.bfloat16, 64, 0.25)
 
 

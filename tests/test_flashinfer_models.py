@@ -7,6 +7,7 @@ import torch
 from tests.flashinfer_cases import (
     DOUBLE,
     GPU,
+    NARROW,
     WITHOUT_GRAPHS,
     GpuRunner,
     Place,
@@ -26,6 +27,15 @@ PLACES = [pytest.param(DOUBLE, id="double"), pytest.param(GPU, id="gpu", marks=p
 def _needs_gpu(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU")
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_bfloat16_is_close(family: str) -> None:
+    """The dtype of a GPU: kernels take weights of the activations' dtype, and nothing is widened on the way."""
+    with NARROW(seed=1):
+        reference = ReferenceRunner(config(family, NARROW), NARROW.dtype)
+        traffic = Traffic(np.random.default_rng(2))
+        compare(reference, GpuRunner(reference), traffic, 6, NARROW.tolerance, graphs=family not in WITHOUT_GRAPHS)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -35,6 +35,8 @@ class CudaOps:
         return F.linear(x, packed)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if weight.dtype != x.dtype:  # Gemma's; FlashInfer would read it as if it were of x's dtype
+            return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
         normed: torch.Tensor = self._flashinfer.rmsnorm(x, weight, eps)
         return normed
 
