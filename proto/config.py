@@ -80,7 +80,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Everything that one stage is told at its start."""
 
     kind: StageKind
-    index: int
+    index: int  # of a worker its rank, since there is one replica so far
     incarnation: int  # counts up over all starts of an instance
     supervisor_incarnation: int
     run_dir: str

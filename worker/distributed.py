@@ -84,5 +84,5 @@ def _peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        first_line = str(error).partition("\n")[0]
-        raise PeerLostError(f"the exchange with the other ranks broke off: {first_line}") from error
+        what, _, _ = str(error).partition(". ")  # its advice and backtrace come after
+        raise PeerLostError(f"the exchange with the other ranks broke off: {what}") from error
