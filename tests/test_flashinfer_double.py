@@ -23,7 +23,7 @@ def test_ordinary_code_computes_what_torch_computes() -> None:
         with simulate(seed) as gpu:
             there, weight = x.to("cuda"), w.cuda()
             y = torch.nn.functional.linear(there, weight)
-            a, b = y.split([1, 3], dim=1)
+            a, b = torch.split(y, [1, 3], dim=1)
             b.mul_(2)
             b[torch.tensor([0, 2]).cuda()] = 1.5
             chosen = torch.cat([y, there[:, :2]], 1).argmax(-1).int()
