@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from engine.cli import doctor
-from scripts.gpu import check, make_wheels, speed
-from tests.flashinfer_cases import DOUBLE
+from proto.model import ModelConfig
+from scripts.gpu import check, make_wheels, modules, speed
+from tests.flashinfer_cases import DOUBLE, GPU, config
 from tests.flashinfer_double import simulate
 from worker.attention import flashinfer_api
+from worker.attention.flashinfer import CUDA_CORE_GROUPS, TENSOR_CORE_GROUP
+from worker.models import FAMILIES
 
 
 def test_every_timing_runs_on_the_double() -> None:
@@ -100,3 +103,26 @@ def test_the_doctor_says_what_cuda_lacks(monkeypatch: pytest.MonkeyPatch) -> Non
     assert text.endswith("Device cuda cannot run: this machine lacks flashinfer-python.\n")
     assert doctor._text(list(checks.values()), [], ["nvcc"]).endswith("Device cuda can run.\n")
     assert doctor._FLASHINFER == flashinfer_api.VERSION == make_wheels.FLASHINFER.split("==")[1]
+
+
+def kernels_of(model: ModelConfig) -> set[str]:
+    """The modules that a model's attention asks for in bfloat16."""
+    needed = set()
+    group = model.num_heads // model.num_kv_heads
+    decode = "decode" if group < TENSOR_CORE_GROUP and group in CUDA_CORE_GROUPS else "fa2"
+    for window in set(model.windows) or {0}:
+        features = [word for word, on in (("window", window), ("cap", model.attention_soft_cap)) if on]
+        name = "alibi" if model.alibi else "-".join(features) or "plain"
+        kinds = {decode, "fa2"} if model.alibi else {decode, "fa2", "fa3"}
+        needed |= {f"{kind}-{model.head_dim}-{name}" for kind in kinds}
+    return needed
+
+
+def test_every_kernel_that_the_check_needs_is_made() -> None:
+    """One that is not there stops a machine without nvcc in the middle of its minutes."""
+    made = set(modules.names())
+    for family in FAMILIES:
+        assert kernels_of(config(family, GPU)) <= made
+    for model in (speed.LLAMA_8B, speed.QWEN3_06B):
+        assert kernels_of(model) <= made
+    assert {"norm", "silu", "gelu", f"fa2-{GPU.head_dim}-fp8"} <= made

@@ -19,7 +19,8 @@ import zipfile
 from pathlib import Path
 
 FLASHINFER = "flashinfer-python==0.7.4"
-TARGET = ("--python-version", "3.12", "--only-binary=:all:", "--platform", "manylinux_2_28_x86_64")
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+TARGET = ("--python-version", "3.12", "--only-binary=:all:", *(f"--platform={name}" for name in PLATFORMS))
 CARRIED = ("apache-tvm-ffi>=0.1.11,<0.2", "msgspec", "pyzmq", "safetensors", "gguf", "pyyaml", "tqdm")  # target lacks
 IMPORTED = ("filelock", "tqdm", "requests", "nvidia-ml-py", "packaging", "jinja2", "numpy", "ninja")  # to build with
 LIMIT = 40_000_000  # bytes of all wheels together

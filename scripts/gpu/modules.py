@@ -9,12 +9,10 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-FEATURES = {  # name: (ALiBi, window, soft cap), of a family's layers
+FEATURES: dict[str, tuple[bool, bool, bool]] = {  # name: (ALiBi, window, soft cap), of a family's layers
     "plain": (False, False, False),
     "window": (False, True, False),
     "cap": (False, False, True),
@@ -25,23 +23,30 @@ FULL = 64  # head size with all features: the tiny models of scripts/gpu/check
 PLAIN = 128  # head size of the models that are timed, which have none
 
 
-def modules() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Names and what makes FlashInfer's specification of each."""
+def names() -> list[str]:
+    """KIND-SIZE-FEATURE for attention: decode on CUDA cores, fa2 and fa3 for prefill and for decode on tensor cores."""
+    found = ["norm", "silu", "gelu"]
+    for size, features in ((FULL, FEATURES), (PLAIN, ("plain",))):
+        for name in features:
+            kinds = ("decode", "fa2") if name == "alibi" else ("decode", "fa2", "fa3")
+            found += [f"{kind}-{size}-{name}" for kind in kinds]
+        found.append(f"fa2-{size}-fp8")
+    return found
+
+
+def specification(name: str) -> Any:
+    """FlashInfer's specification of a module, from which it compiles."""
     from flashinfer.activation import gen_act_and_mul_module
     from flashinfer.jit.norm import gen_norm_module
 
-    yield "norm", gen_norm_module
-    yield "silu", partial(gen_act_and_mul_module, "silu")
-    yield "gelu", partial(gen_act_and_mul_module, "gelu_tanh")
-    for size in (FULL, PLAIN):
-        for name, features in FEATURES.items():
-            if size == PLAIN and name != "plain":
-                continue
-            yield f"decode-{size}-{name}", partial(_decode, size, *features)
-            yield f"fa2-{size}-{name}", partial(_prefill, "fa2", size, *features)
-            if name != "alibi":
-                yield f"fa3-{size}-{name}", partial(_prefill, "fa3", size, *features)
-        yield f"fa2-{size}-fp8", partial(_prefill, "fa2", size, False, False, False, fp8=True)
+    if name == "norm":
+        return gen_norm_module()
+    if name in ("silu", "gelu"):
+        return gen_act_and_mul_module("silu" if name == "silu" else "gelu_tanh")
+    kind, size, features = name.split("-", 2)
+    if kind == "decode":
+        return _decode(int(size), *FEATURES[features])
+    return _prefill(kind, int(size), *FEATURES.get(features, FEATURES["plain"]), fp8=features == "fp8")
 
 
 def _decode(size: int, alibi: bool, window: bool, cap: bool) -> Any:
@@ -71,12 +76,10 @@ def _position(alibi: bool) -> int:
 def build(wanted: set[str], out: Path) -> list[str]:
     """Compile into out/NAME/NAME.so. Returns the names of those that failed."""
     failed = []
-    for name, specification in modules():
-        if wanted and name not in wanted:
-            continue
+    for name in [name for name in names() if not wanted or name in wanted]:
         start = time.monotonic()
         try:
-            spec = specification()
+            spec = specification(name)
             target = out / spec.name / f"{spec.name}.so"
             if not target.exists():
                 spec.build()
