@@ -7,16 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 
 from engine.instance import Instance, InstanceError
+from engine.models import prepare
 from quintet_client import Client
+from tests.layer_cases import Player, load
 from tests.test_e2e_deaths import Streams, assert_all_gone
 from tests.tiny_models import make_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-FLAGS = ("--dtype", "float32", "--num-pages", "200", "--max-num-seqs", "8", "--max-num-batched-tokens", "64")
+FLAGS = ("--dtype", "float32", "--num-pages", "200", "--max-num-seqs", "8", "--max-num-batched-tokens", "16")
 RANKS = ("quintet worker 0 rank 0", "quintet worker 0 rank 1")
 
 
@@ -40,30 +43,36 @@ def pids(instance: Instance) -> dict[str, int]:
     return {stage["title"]: stage["pid"] for stage in instance.stages}
 
 
-def tokens(model: str, ranks: int, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Greedy for the first prompt, drawn with a seed for the others."""
-    found = []
-    with start(model, ranks) as instance:
-        assert sum(title in RANKS for title in pids(instance)) == ranks
-        with Client(instance.address, timeout=60) as client:
-            for number, ids in enumerate(prompts):
-                chunks = client.generate_stream(
-                    ids, max_new_tokens=count, temperature=0.9 * (number > 0), seed=number, ignore_eos=True
-                )
-                found.append([token for chunk in chunks for token in chunk.token_ids])
-        assert instance.stop() == 0
+def generate(instance: Instance, ids: list[int], count: int, temperature: float = 0.0) -> list[int]:
+    with Client(instance.address, timeout=60) as client:
+        chunks = client.generate_stream(ids, max_new_tokens=count, temperature=temperature, seed=3, ignore_eos=True)
+        return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def alone(model: str, ids: list[int], count: int) -> list[int]:
+    """The greedy tokens of one rank."""
+    player = Player(load(prepare(model), dtype="float32", max_num_batched_tokens=64), 1, len(ids) + count)
+    logits = player.run({0: (np.array(ids, np.int32), 0)})
+    found = [int(logits.argmax())]
+    while len(found) < count:
+        logits = player.run({0: (np.array(found[-1:], np.int32), len(ids) + len(found) - 1)})
+        found.append(int(logits.argmax()))
     return found
 
 
-def test_two_ranks_give_the_tokens_of_one(model: str) -> None:
-    prompts = [list(range(5, 45)), [9, 8, 7]]  # the first is longer than two pages
-    assert tokens(model, 2, prompts, 24) == tokens(model, 1, prompts, 24)
+def test_two_ranks_give_the_tokens_of_one_and_stop_in_good_order(model: str, pair: Instance) -> None:
+    assert [title for title in pids(pair) if title in RANKS] == list(RANKS)
+    ids = list(range(5, 45))  # several chunks, and more than two pages
+    assert generate(pair, ids, 24) == alone(model, ids, 24)
+    assert pair.stop(20) == 0
 
 
 @pytest.mark.model
 def test_two_ranks_give_the_demo_models_tokens() -> None:
-    prompts = [[504, 3575, 282, 4649, 314], [1, 2683, 198]]
-    assert tokens("demo", 2, prompts, 8) == tokens("demo", 1, prompts, 8)
+    ids = [504, 3575, 282, 4649, 314]
+    with start("demo", 2) as two, start("demo", 1) as one:
+        for temperature in (0.0, 0.9):
+            assert generate(two, ids, 8, temperature) == generate(one, ids, 8, temperature)
 
 
 @pytest.mark.parametrize(
