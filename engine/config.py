@@ -60,6 +60,7 @@ class ServeConfig:
     chunked_prefill: bool = True
     pipeline_depth: int = 2
     enforce_eager: bool = False
+    kv_cache_dtype: str = "auto"
     debug_preempt_every: int = 0
     num_servers: int = 1
     max_in_flight_requests: int = 4096
@@ -217,6 +218,7 @@ def _options(config: ServeConfig, around: Surroundings, kind: StageKind) -> Opti
                 tensor_parallel_size=config.tensor_parallel_size,
                 pipeline_depth=config.pipeline_depth,
                 enforce_eager=config.enforce_eager,
+                kv_cache_dtype=config.kv_cache_dtype,
             )
         case _:
             raise AssertionError(f"{kind} has no options")

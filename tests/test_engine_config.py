@@ -47,7 +47,12 @@ def options(config: ServeConfig, kind: StageKind) -> object:
         (["--pipeline-parallel-size", "4"], "argument --pipeline-parallel-size: 4 is not built yet; supported: 1"),
         (["--data-parallel-size", "2"], "argument --data-parallel-size: 2 is not built yet; supported: 1"),
         (["--quantization", "awq"], "argument --quantization: awq is not built yet; supported: none"),
-        (["--kv-cache-dtype", "fp8"], "argument --kv-cache-dtype: fp8 is not built yet; supported: auto"),
+        (["--kv-cache-dtype", "int8"], "argument --kv-cache-dtype: 'int8' is not built yet; supported: auto, fp8"),
+        (["--kv-cache-dtype", "fp8"], "argument --kv-cache-dtype: fp8 needs --device cuda; --device is cpu"),
+        (
+            ["--kv-cache-dtype", "fp8_e4m3", "--device", "sim:h200"],
+            "argument --kv-cache-dtype: fp8 needs --device cuda; --device is sim:h200",
+        ),
         (["--swap-space", "4"], "argument --swap-space: 4 is not built yet; supported: 0"),
         (["--device", "tpu"], "argument --device: 'tpu' is not built yet; supported: cpu, reference, cuda, sim:"),
         (["--dtype", "int8"], "argument --dtype: 'int8' is not built yet; supported: auto, bfloat16"),
@@ -112,6 +117,13 @@ def test_flags_reach_the_stages() -> None:
     assert isinstance(worker, WorkerOptions)
     assert (worker.device, worker.dtype, worker.seed, worker.threads) == ("reference", "float32", 3, 2)
     assert (worker.num_pages, worker.kv_bytes, worker.max_model_len) == (64, None, 2048)
+
+
+@pytest.mark.parametrize(("given", "told"), [("fp8", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3"), ("auto", "auto")])
+def test_what_k_and_v_are_kept_in_reaches_the_worker(given: str, told: str) -> None:
+    worker = options(parse(f"--device cuda --kv-cache-dtype {given}"), StageKind.WORKER)
+    assert isinstance(worker, WorkerOptions)
+    assert worker.kv_cache_dtype == told
 
 
 def test_kv_memory_is_bounded_on_a_machine_that_is_not_ours_alone() -> None:

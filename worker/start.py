@@ -45,6 +45,8 @@ def _device(stage: Stage, options: WorkerOptions) -> Device:
     size = options.tensor_parallel_size
     if size > 1 and options.device not in ("cpu", "reference"):
         raise DeviceError(f"--tensor-parallel-size {size}: --device {options.device} runs on one rank only")
+    if options.kv_cache_dtype != "auto" and options.device != "cuda":
+        raise DeviceError(f"--kv-cache-dtype {options.kv_cache_dtype}: --device {options.device} keeps K/V as --dtype")
     if options.device.startswith("sim:"):
         from worker.simulated import SimulatedDevice
 

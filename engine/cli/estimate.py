@@ -11,7 +11,7 @@ from engine.models import ModelError, ProgressLines, read_config
 from proto.model import ModelConfig
 
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_KV_BYTES = {**_WEIGHT_BYTES, "fp8": 1, "int8": 1}
+_KV_BYTES = {**_WEIGHT_BYTES, "fp8": 1, "fp8_e4m3": 1, "int8": 1}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):

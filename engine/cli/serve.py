@@ -25,6 +25,7 @@ _DTYPES = {
     "half": "float16",
 }
 _DEVICES = "cpu, reference, cuda, sim:h200, sim:h100, sim:custom"
+_KV_DTYPES = {"auto": "auto", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"}
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _STAGES = "server, tokenizer, scheduler, worker, detokenizer"
 
@@ -83,6 +84,8 @@ def config_of(args: argparse.Namespace) -> "ServeConfig":
         )
     if args.dtype == "float16" and args.device != "cuda":
         args.parser.error(f"argument --dtype: float16 needs --device cuda; --device is {args.device}")
+    if args.kv_cache_dtype != "auto" and args.device != "cuda":
+        args.parser.error(f"argument --kv-cache-dtype: fp8 needs --device cuda; --device is {args.device}")
     if args.tensor_parallel_size > 1 and args.device not in ("cpu", "reference"):
         args.parser.error(
             f"argument --tensor-parallel-size: {args.tensor_parallel_size} ranks need --device cpu or reference; "
@@ -109,6 +112,7 @@ def config_of(args: argparse.Namespace) -> "ServeConfig":
         chunked_prefill=args.enable_chunked_prefill,
         pipeline_depth=args.pipeline_depth,
         enforce_eager=args.enforce_eager,
+        kv_cache_dtype=args.kv_cache_dtype,
         debug_preempt_every=args.debug_preempt_every,
         num_servers=args.num_servers,
         max_in_flight_requests=args.max_in_flight_requests,
@@ -171,6 +175,9 @@ def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--kv-cache-memory-bytes", type=_size, metavar="N[kmg]", help="KV memory of a worker (cpu: up to 2g)"
     )
+    group.add_argument(
+        "--kv-cache-dtype", type=_kv_dtype, default="auto", metavar="T", help="auto (--dtype) or fp8 = fp8_e4m3 (cuda)"
+    )
     group.add_argument("--gpu-memory-utilization", type=_share, metavar="X", help="share of memory (cuda, sim: 0.9)")
     group.add_argument("--enable-prefix-caching", action=BooleanOptionalAction, default=True, help="(default: on)")
     group.add_argument("--enable-chunked-prefill", action=BooleanOptionalAction, default=True, help="(default: on)")
@@ -208,7 +215,6 @@ def _add_unbuilt_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--pipeline-parallel-size", type=_only("1"), metavar="1")
     group.add_argument("--data-parallel-size", type=_only("1"), metavar="1")
     group.add_argument("--quantization", type=_only("none"), metavar="none")
-    group.add_argument("--kv-cache-dtype", type=_only("auto"), metavar="auto")
     group.add_argument("--swap-space", type=_only("0"), metavar="0")
 
 
@@ -283,6 +289,12 @@ def _dtype(text: str) -> str:
     if text not in _DTYPES:
         raise ArgumentTypeError(f"{text!r} is not built yet; supported: {', '.join(_DTYPES)}")
     return _DTYPES[text]
+
+
+def _kv_dtype(text: str) -> str:
+    if text not in _KV_DTYPES:
+        raise ArgumentTypeError(f"{text!r} is not built yet; supported: {', '.join(_KV_DTYPES)}")
+    return _KV_DTYPES[text]
 
 
 def _foreign_proto() -> str:

@@ -32,6 +32,15 @@ def resolve_dtype(wanted: str, checkpoint: str) -> torch.dtype:
     return DTYPES[wanted]
 
 
+def resolve_kv_dtype(wanted: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of K and V in memory, beside activations of `dtype`. Raises DeviceError."""
+    if wanted == "auto":
+        return dtype
+    if wanted == "fp8_e4m3":
+        return torch.float8_e4m3fn
+    raise DeviceError(f"--kv-cache-dtype {wanted} is neither auto nor fp8_e4m3")
+
+
 def load_model(options: WorkerOptions, dtype: torch.dtype, max_position: int, progress: Progress) -> Model:
     """The model on the current device, filled and packed. Raises LoadError."""
     manifest = options.manifest

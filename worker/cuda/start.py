@@ -8,11 +8,11 @@ import torch
 
 from proto.config import WorkerOptions
 from worker.attention.base import AttentionShape
-from worker.attention.flashinfer import FlashInferAttention, Limits
+from worker.attention.flashinfer import FlashInferAttention, KvFormat, Limits
 from worker.attention.flashinfer_api import FlashInferError
 from worker.cuda.device import CudaDevice, Graphs, Sizes, words_of_a_step
 from worker.cuda.graphs import DecodeGraphs, Progress
-from worker.cuda.load import load_model, require_cuda, resolve_dtype
+from worker.cuda.load import load_model, require_cuda, resolve_dtype, resolve_kv_dtype
 from worker.cuda.memory import Measured, pool_pages, used_memory
 from worker.cuda.piecewise import PiecewiseGraphs
 from worker.cuda.sampling import Mode
@@ -43,7 +43,9 @@ class _Start:
         self._options = options
         self._progress = progress
         self._dtype = resolve_dtype(options.dtype, config.dtype)
-        self._page_bytes = config.kv_bytes_per_token(self._dtype.itemsize) * options.page_size
+        # Checkpoints' own scales of K and V are not read: fp8 holds the values themselves, cut at ±448.
+        self._kv_format = KvFormat(resolve_kv_dtype(options.kv_cache_dtype, self._dtype))
+        self._page_bytes = config.kv_bytes_per_token(self._kv_format.dtype.itemsize) * options.page_size
         self._wanted_len = options.max_model_len or config.max_position_embeddings
         # A mixture's layers ask the device which experts are in use: no graph can hold that.
         self._with_graphs = not options.enforce_eager and not config.num_experts
@@ -97,7 +99,7 @@ class _Start:
             depth=options.pipeline_depth + 1,
         )
         with torch.cuda.stream(self._stream):
-            attention = FlashInferAttention(shape, limits)
+            attention = FlashInferAttention(shape, limits, self._kv_format)
             device = torch.device("cuda")
             state = SlotState(rows, sizes.pages_per_slot, options.page_size, attention.dummy_page, device)
             return GpuStep(
