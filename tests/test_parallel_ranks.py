@@ -1,6 +1,6 @@
 """The loops of rank 0 and of the others, over devices that only remember."""
 
-from types import SimpleNamespace
+import time
 from typing import Any
 
 import msgspec
@@ -8,7 +8,7 @@ import pytest
 
 from proto.channel import Address
 from proto.ids import StageKind
-from proto.messages import Message, Reset, StepPlan
+from proto.messages import Message, Reset, StepPlan, Stop
 from tests.test_worker_tables import make_plan
 from worker import ranks
 from worker.parallel import PeerLostError
@@ -37,13 +37,31 @@ class FakeOutbox:
         self.sent.append(body)
 
 
+class FakeInbox:
+    def __init__(self) -> None:
+        self.waiting: list[list[Message]] = []
+
+    def wait(self, timeout: float) -> bool:
+        if not self.waiting:
+            time.sleep(timeout)
+        return bool(self.waiting)
+
+    def drain(self) -> list[Message]:
+        return self.waiting.pop()
+
+
 class FakeStage:
     def __init__(self) -> None:
+        self.inbox = FakeInbox()
         self.outboxes: dict[Address, FakeOutbox] = {}
+        self.stopping = False
         self.code: int | None = None
 
     def outbox(self, to: Address) -> FakeOutbox:
         return self.outboxes.setdefault(to, FakeOutbox())
+
+    def stop(self) -> None:
+        self.stopping = True
 
     def exit(self, code: int) -> None:
         self.code = code
@@ -79,16 +97,24 @@ def test_a_follower_never_skips_what_rank_0_launched_before_a_reset() -> None:
     assert waits == [0.0, 0.0, 0.0, None, None]
 
 
-def test_a_follower_without_peers_ends_and_lets_the_first_be_blamed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("stopped", ["", "told", "telling"])
+def test_a_rank_that_loses_another_lets_that_be_blamed_or_ends_as_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stopped: str
 ) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(ranks, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(ranks, "_BLAME_SECONDS", 0.2)
     loop, device, stage = make_loop()
     device.lost = True
     loop.on_message(make_plan(step=1))
+    stage.stopping = stopped == "told"
+    if stopped == "telling":
+        stage.inbox.waiting.append([make_plan(step=2), Stop()])
+    began = time.monotonic()
     with pytest.raises(SystemExit):
         loop.step(0)
-    assert stage.code not in (0, None)
-    assert slept
-    assert "rank 0 is gone" in caplog.text
+    if stopped:
+        assert stage.code == 0
+        assert not caplog.text
+    else:
+        assert stage.code not in (0, None)
+        assert time.monotonic() - began >= 0.2
+        assert "rank 0 is gone" in caplog.text

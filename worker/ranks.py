@@ -8,7 +8,7 @@ from typing import NoReturn
 from engine.runtime.stage import Stage
 from proto.channel import Address, encode
 from proto.ids import StageKind
-from proto.messages import Message, Reset, StepPlan
+from proto.messages import Message, Reset, StepPlan, Stop
 from worker.device import Device
 from worker.parallel import PeerLostError
 
@@ -67,7 +67,15 @@ class FollowerLoop:
 
 
 def end_without_peers(stage: Stage, error: PeerLostError) -> NoReturn:
-    """A rank alone can do nothing. Leave the blame to the one that ended first."""
+    """A rank alone can do nothing. Leave the blame to the one that ended first.
+
+    At a stop that was asked for, another rank may have heard of it before us, in the middle of a step.
+    """
+    end = time.monotonic() + _BLAME_SECONDS
+    while not stage.stopping and (left := end - time.monotonic()) > 0:
+        if stage.inbox.wait(left) and any(isinstance(message, Stop) for message in stage.inbox.drain()):
+            stage.stop()
+    if stage.stopping:
+        stage.exit(0)
     log.critical("%s", error)
-    time.sleep(_BLAME_SECONDS)
     stage.exit(_LOST)
