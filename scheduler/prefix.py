@@ -147,7 +147,12 @@ class PrefixTree:
         path.length = end
 
     def hold(self, path: Path) -> bytes:
-        """Use the pages of a matched path, until `leave` or `unpin`; returns them."""
+        """Use the pages of a path that was matched just now, until `leave` or `unpin`; returns them.
+
+        Raises PageError when its tip has changed since.
+        """
+        if path.tip is not None and (path.tip.end != path.length or not path.tip.alive):
+            raise PageError("a path is held that was not matched again after the tree had changed")
         for node in path.nodes:
             if not node.users:
                 self.pool.idle -= node.end - node.start

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proto.messages import column
-from scheduler.pages import PageError, PagePool
+from scheduler.pages import PAGE_ID_BYTES, PageError, PagePool
 from scheduler.prefix import Path, PrefixTree
 from tests.scheduler_fakes import i32
 
@@ -213,6 +213,21 @@ def test_the_list_of_leaves_stays_in_proportion_to_the_tree() -> None:
     tree.check(b"")
 
 
+def test_a_path_is_not_held_once_its_tip_has_grown() -> None:
+    tree = make_tree(16)
+    ids = i32([1] * (3 * PAGE))
+    row, other = Path(""), Path("")
+    tree.match(row, ids, 3 * PAGE)
+    table = tree.hold(row) + tree.allocate(3)
+    tree.extend(row, ids, table, 1)
+    tree.match(other, ids, 3 * PAGE)
+    tree.extend(row, ids, table, 2)
+    with pytest.raises(PageError, match="matched again"):
+        tree.hold(other)
+    tree.match(other, ids, 3 * PAGE)
+    assert tree.hold(other) == table[: 2 * PAGE_ID_BYTES]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 24), st.integers(0, 3)), max_size=60), st.integers(6, 30))
 def test_random_rows_read_what_they_should(rows: list[tuple[int, int, int]], pages: int) -> None:
@@ -232,6 +247,8 @@ def test_random_rows_read_what_they_should(rows: list[tuple[int, int, int]], pag
             left, table, left_ids = held.pop(0)
             # Every other one leaves its pages to the tree only now.
             tree.leave(left, table, i32(left_ids), len(left_ids) // PAGE)
+            tree.match(path, i32(ids), len(ids) - 1)
+            need = tree.pool.pages_of(len(ids)) - len(path)
         if tree.pool.available - path.idle_pages < need:
             continue
         table = tree.hold(path) + tree.allocate(need)
