@@ -197,8 +197,10 @@ def test_two_hundred_streams_a_third_cancelled(ring: Instance, client: Client) -
     replica = wait_idle(client)
     assert sorted(results) == [i for i in range(200) if i not in doomed]
     client.flush_cache()
-    time.sleep(1.2)  # counters come with the heartbeat
-    assert client.get_load().replicas[0].pages_free == idle.pages_total, replica
+    end = time.monotonic() + 10  # counters come with the heartbeat and the snapshot after it
+    while client.get_load().replicas[0].pages_free != idle.pages_total:
+        assert time.monotonic() < end, replica
+        time.sleep(0.2)
     for i in rng.sample(sorted(results), 25):
         prompt, count = jobs[i]
         alone = client.generate(prompt, max_new_tokens=count, temperature=0)
