@@ -61,6 +61,7 @@ class ServeConfig:
     pipeline_depth: int = 2
     enforce_eager: bool = False
     kv_cache_dtype: str = "auto"
+    deterministic: bool = False
     debug_preempt_every: int = 0
     num_servers: int = 1
     max_in_flight_requests: int = 4096
@@ -219,6 +220,7 @@ def _options(config: ServeConfig, around: Surroundings, kind: StageKind) -> Opti
                 pipeline_depth=config.pipeline_depth,
                 enforce_eager=config.enforce_eager,
                 kv_cache_dtype=config.kv_cache_dtype,
+                deterministic=config.deterministic,
             )
         case _:
             raise AssertionError(f"{kind} has no options")

@@ -63,6 +63,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     pipeline_depth: int = 2  # cuda: steps in flight, whose host memory is made ready at start
     enforce_eager: bool = False  # cuda: no CUDA graphs
     kv_cache_dtype: str = "auto"  # cuda: of K and V in memory, "auto" (as `dtype`) or "fp8_e4m3"
+    deterministic: bool = False  # cuda: logits do not depend on the batch; elsewhere they never do
     tensor_parallel_size: int = 1  # ranks that share the model; this one's number is the stage's index
 
 

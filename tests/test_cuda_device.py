@@ -163,6 +163,7 @@ def expected(prefix_caching: bool = False, preempt: int = 0) -> tuple[list[tuple
         (2, 4, {}, {"enforce_eager": True}),
         (3, 5, {"prefix_caching": True, "debug_preempt_every": 4}, {}),
         (3, 6, {"num_pages": 20}, {"enforce_eager": True}),
+        (2, 7, {"prefix_caching": True, "debug_preempt_every": 4}, {"deterministic": True}),
     ],
     ids=str,
 )

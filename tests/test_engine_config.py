@@ -126,6 +126,14 @@ def test_what_k_and_v_are_kept_in_reaches_the_worker(given: str, told: str) -> N
     assert worker.kv_cache_dtype == told
 
 
+@pytest.mark.parametrize("device", ["cpu", "reference", "cuda"])
+def test_determinism_is_taken_by_every_device(device: str) -> None:
+    for flag, wanted in (("--deterministic", True), ("", False)):
+        worker = options(parse(f"--device {device} {flag}"), StageKind.WORKER)
+        assert isinstance(worker, WorkerOptions)
+        assert worker.deterministic is wanted
+
+
 def test_kv_memory_is_bounded_on_a_machine_that_is_not_ours_alone() -> None:
     default = parse().kv_bytes
     assert default is not None

@@ -113,6 +113,7 @@ def config_of(args: argparse.Namespace) -> "ServeConfig":
         pipeline_depth=args.pipeline_depth,
         enforce_eager=args.enforce_eager,
         kv_cache_dtype=args.kv_cache_dtype,
+        deterministic=args.deterministic,
         debug_preempt_every=args.debug_preempt_every,
         num_servers=args.num_servers,
         max_in_flight_requests=args.max_in_flight_requests,
@@ -183,6 +184,9 @@ def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--enable-chunked-prefill", action=BooleanOptionalAction, default=True, help="(default: on)")
     group.add_argument("--pipeline-depth", type=_int(1, 8), default=2, metavar="N", help="steps in flight (default 2)")
     group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs (cuda)")
+    group.add_argument(
+        "--deterministic", action="store_true", help="a reply does not depend on others' (cuda; elsewhere always so)"
+    )
     group.add_argument("--debug-preempt-every", type=_int(0), default=0, metavar="N", help="force one each N steps")
 
 

@@ -1,4 +1,4 @@
-"""FlashInfer 0.7.4 and our Triton kernels, computed exactly in float32 when the simulated device gets there."""
+"""FlashInfer 0.7.4 and our Triton kernels, computed exactly when the simulated device gets there."""
 
 import itertools
 import math
@@ -221,7 +221,10 @@ def _attend(
     k_scale: float,
     v_scale: float,
 ) -> None:
-    """Attention as the kernels do it, with the metadata that lies on the device now."""
+    """Attention as the kernels do it, with the metadata that lies on the device now.
+
+    In float64: then the bits of what is rounded hardly ever depend on how many rows are computed at once.
+    """
     indptr, indices, last = metadata
     group = shape.num_qo_heads // shape.num_kv_heads
     starts, lasts = indptr.tolist(), last.tolist()
@@ -232,12 +235,12 @@ def _attend(
         first, end = schedule.qo_indptr[row], schedule.qo_indptr[row + 1]
         ids = indices[starts[row] : starts[row + 1]].long()
         need(bool(((ids >= 0) & (ids < keys.shape[0])).all()), f"row {row} has a page outside the cache")
-        k, v = (x[ids].flatten(0, 1)[:kv_len].float().repeat_interleave(group, 1) for x in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", q[first:end].float(), k) * (shape.sm_scale * k_scale)
+        k, v = (x[ids].flatten(0, 1)[:kv_len].double().repeat_interleave(group, 1) for x in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", q[first:end].double(), k) * (shape.sm_scale * k_scale)
         query = torch.arange(end - first)[:, None]
         key = torch.arange(kv_len)[None]
         if shape.pos_encoding_mode == "ALIBI":  # the kernels count queries from 0: a constant less in each row
-            scores += _slopes(shape.num_qo_heads)[:, None, None] * (key - query).float()
+            scores += _slopes(shape.num_qo_heads)[:, None, None] * (key - query).double()
         if shape.logits_soft_cap > 0:
             scores = shape.logits_soft_cap * torch.tanh(scores / shape.logits_soft_cap)
         position = query + kv_len - (end - first)

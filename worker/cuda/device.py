@@ -15,6 +15,7 @@ from worker.cuda.graphs import DecodeGraphs
 from worker.cuda.piecewise import PiecewiseGraphs
 from worker.cuda.sampling import Mode, SamplingTable, token_logprobs
 from worker.cuda.step import GpuStep, MixedInputs
+from worker.cuda.tiles import cut_chunks
 from worker.device import Completion, Deferred, StepClock
 from worker.sampler import GREEDY_TEMPERATURE, SamplingRows
 from worker.sequence import PlanSequence
@@ -33,6 +34,7 @@ class Sizes:
     vocab_size: int
     kv_bytes_per_token: int
     dtype: str
+    tile_tokens: int = 0  # of a chunk's row, at most; 0 = no bound (see `worker.cuda.tiles`)
 
     @property
     def pages_per_slot(self) -> int:
@@ -40,12 +42,12 @@ class Sizes:
         return -(-self.max_model_len // self.page_size) + 1
 
 
-def words_of_a_step(options: WorkerOptions, pages_per_slot: int) -> int:
-    """Words of metadata that the largest step may bring."""
+def words_of_a_step(options: WorkerOptions, pages_per_slot: int, max_rows: int) -> int:
+    """Words of metadata that the largest step may bring; `max_rows`: of a step whose chunks are cut."""
     rows, tokens = options.max_num_seqs, max(options.max_num_batched_tokens, options.max_num_seqs)
     return (
         2 * rows  # sampled rows
-        + 3 * tokens + 3 * rows + 1  # `MixedInputs`
+        + 3 * tokens + 2 * max_rows + 1 + rows  # `MixedInputs`
         + 2 * rows * pages_per_slot  # pages that a plan may place
         + (1 + SamplingTable.WORDS) * rows
         + 2 * rows * MASKED_IDS_PER_ROW
@@ -116,6 +118,7 @@ class CudaDevice:
             max_model_len=sizes.max_model_len,
             vocab_size=sizes.vocab_size,
         )
+        self._tile_tokens = sizes.tile_tokens
         self._pages_per_slot = step.state.pages.shape[1]
         # One more than steps in flight, since the output thread keeps the last one for the time of its end.
         self._frames = Frames(options.pipeline_depth + 1, step.inputs.numel(), options.max_num_seqs)
@@ -135,6 +138,8 @@ class CudaDevice:
         waited = self._tables.running_through(plan)
         batch = self._tables.apply(plan)
         rows = self._tables.sampling_rows(batch)
+        if self._tile_tokens:
+            batch = cut_chunks(batch, self._tile_tokens, self.page_size)
         frame = self._frames.take()
         packed = self._pack(frame, plan, batch, rows)
         with torch.inference_mode(), torch.cuda.stream(self._compute):

@@ -44,7 +44,7 @@ def resolve_kv_dtype(wanted: str, dtype: torch.dtype) -> torch.dtype:
 def load_model(options: WorkerOptions, dtype: torch.dtype, max_position: int, progress: Progress) -> Model:
     """The model on the current device, filled and packed. Raises LoadError."""
     manifest = options.manifest
-    model = _build(manifest, dtype, max_position)
+    model = _build(manifest, CudaOps(deterministic=options.deterministic), dtype, max_position)
     if options.load_format == "dummy":
         _fill_dummy(model, options.seed)
     else:
@@ -53,13 +53,13 @@ def load_model(options: WorkerOptions, dtype: torch.dtype, max_position: int, pr
     return model
 
 
-def _build(manifest: ModelManifest, dtype: torch.dtype, max_position: int) -> Model:
+def _build(manifest: ModelManifest, ops: CudaOps, dtype: torch.dtype, max_position: int) -> Model:
     family = manifest.config.family
     if family not in FAMILIES:
         raise LoadError(f"{manifest.source}: family {family!r} is not one of {', '.join(FAMILIES)}")
     try:
         with torch.device("cuda"):
-            return FAMILIES[family](manifest.config, CudaOps(), dtype=dtype, max_position=max_position)
+            return FAMILIES[family](manifest.config, ops, dtype=dtype, max_position=max_position)
     except ValueError as error:
         raise LoadError(f"{manifest.source}: {error}") from error
 

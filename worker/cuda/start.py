@@ -12,13 +12,16 @@ from worker.attention.flashinfer import FlashInferAttention, KvFormat, Limits
 from worker.attention.flashinfer_api import FlashInferError
 from worker.cuda.device import CudaDevice, Graphs, Sizes, words_of_a_step
 from worker.cuda.graphs import DecodeGraphs, Progress
+from worker.cuda.law import check_law
 from worker.cuda.load import load_model, require_cuda, resolve_dtype, resolve_kv_dtype
 from worker.cuda.memory import Measured, pool_pages, used_memory
 from worker.cuda.piecewise import PiecewiseGraphs
 from worker.cuda.sampling import Mode
 from worker.cuda.state import SlotState
 from worker.cuda.step import GpuStep
+from worker.cuda.tiles import most_rows, tokens_of_a_tile
 from worker.device import DeviceError
+from worker.law import LawError
 from worker.law import step as prompts_step
 from worker.loader.errors import LoadError
 from worker.models.base import Model
@@ -31,7 +34,7 @@ def start(options: WorkerOptions, progress: Progress) -> CudaDevice:
     require_cuda()
     try:
         return _Start(options, progress).device()
-    except (LoadError, FlashInferError) as error:
+    except (LoadError, LawError, FlashInferError) as error:
         raise DeviceError(str(error)) from error
 
 
@@ -62,18 +65,22 @@ class _Start:
         step = self._step(sizes)
         # What has been made so far was made on more than one stream; steps run on one of their own.
         torch.cuda.synchronize()
+        if options.deterministic:
+            self._progress("checking that outputs do not depend on the batch", 0, 0)
+            check_law(step, self._stream, sizes.tile_tokens, options.max_num_batched_tokens, sizes.max_model_len)
         graphs = self._capture(step)
         return CudaDevice(options, sizes, step, graphs, self._stream)
 
     def _sizes(self, pages: int, max_model_len: int) -> Sizes:
-        options = self._options
+        options, config = self._options, self._options.manifest.config
         return Sizes(
             num_pages=pages,
             page_size=options.page_size,
             max_model_len=max_model_len,
-            vocab_size=options.manifest.config.vocab_size,
+            vocab_size=config.vocab_size,
             kv_bytes_per_token=self._page_bytes // options.page_size,
             dtype=str(self._dtype).removeprefix("torch."),
+            tile_tokens=tokens_of_a_tile(config.num_heads, config.num_kv_heads) if options.deterministic else 0,
         )
 
     def _step(self, sizes: Sizes) -> GpuStep:
@@ -92,23 +99,27 @@ class _Start:
             alibi=config.alibi,
         )
         rows = options.max_num_seqs
+        tokens = max(options.max_num_batched_tokens, rows)
+        cut_rows = most_rows(rows, tokens, sizes.tile_tokens) if sizes.tile_tokens else rows
         limits = Limits(
-            max_rows=rows,
-            max_tokens=max(options.max_num_batched_tokens, rows),
+            max_rows=cut_rows,
+            max_tokens=tokens,
             max_pages_per_row=sizes.pages_per_slot,
             depth=options.pipeline_depth + 1,
         )
         with torch.cuda.stream(self._stream):
-            attention = FlashInferAttention(shape, limits, self._kv_format)
+            attention = FlashInferAttention(shape, limits, self._kv_format, deterministic=options.deterministic)
             device = torch.device("cuda")
-            state = SlotState(rows, sizes.pages_per_slot, options.page_size, attention.dummy_page, device)
+            state = SlotState(
+                rows, sizes.pages_per_slot, options.page_size, attention.dummy_page, len(attention.kv_indices), device
+            )
             return GpuStep(
                 self._model,
                 attention,
                 state,
                 max_rows=rows,
                 vocab_size=sizes.vocab_size,
-                words=words_of_a_step(options, sizes.pages_per_slot),
+                words=words_of_a_step(options, sizes.pages_per_slot, cut_rows),
             )
 
     def _capture(self, step: GpuStep) -> Graphs | None:

@@ -8,13 +8,16 @@ from worker.cuda.sampling import SamplingTable
 class SlotState:
     """Device memory, indexed by slot. One slot more than requests can have is of padding: it holds the dummy page."""
 
-    def __init__(self, slots: int, pages_per_slot: int, page_size: int, dummy_page: int, device: torch.device) -> None:
+    def __init__(
+        self, slots: int, pages_per_slot: int, page_size: int, dummy_page: int, page_ids: int, device: torch.device
+    ) -> None:
+        """`page_ids`: of a step, at most."""
         self.padding_slot = slots
         self.page_size = page_size
         self.pages = torch.full((slots + 1, pages_per_slot), dummy_page, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         self.sampling = SamplingTable(slots, device)
-        self._count = torch.arange((slots + 1) * pages_per_slot, dtype=torch.int32, device=device)
+        self._count = torch.arange(page_ids, dtype=torch.int32, device=device)
 
     def place_pages(self, at: torch.Tensor, pages: torch.Tensor) -> None:
         """Enter `pages` [n] at slot × pages_per_slot + index `at` [n], int32, no two alike."""

@@ -1,23 +1,29 @@
 """Arithmetic of the cuda device: cuBLAS for matrix products, FlashInfer and Triton for what is fused, else torch."""
 
+from functools import reduce
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 
 from worker.attention.flashinfer_api import library
 
+ROWS = 128  # of a product under the law: at most the height of a tile, at which reading the weight still takes longest
+
 
 class CudaOps:
     """See `Ops`. Nothing here waits for the device, so all of it can be captured in a CUDA graph.
 
-    Without the law: cuBLAS chooses kernels by the number of rows.
+    Without the law, as cuBLAS chooses kernels by the number of rows, unless `deterministic`: then every product is of
+    ROWS rows, padded, as many products as it takes.
     """
 
     row_multiple = 1
 
-    def __init__(self) -> None:
+    def __init__(self, *, deterministic: bool = False) -> None:
         api = library()
         self._flashinfer = api.flashinfer
         self._kernels = api.kernels
+        self._deterministic = deterministic
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         """A float32 weight that holds only 16-bit numbers is kept in 16 bits: half the memory, and tensor cores."""
@@ -30,6 +36,13 @@ class CudaOps:
 
     def linear(self, x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
         """As the protocol says. A float32 x beside a narrowed weight was widened from the weight's dtype itself."""
+        if not self._deterministic:
+            return self._product(x, packed)
+        rows = x.shape[0]
+        padded = F.pad(x, (0, 0, 0, -rows % ROWS)).contiguous()
+        return torch.cat([self._product(part, packed) for part in torch.split(padded, ROWS)])[:rows]
+
+    def _product(self, x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
         if x.dtype != packed.dtype:
             return torch.mm(x.to(packed.dtype), packed.t(), out_dtype=x.dtype)
         return F.linear(x, packed)
@@ -65,5 +78,7 @@ class CudaOps:
     def route(self, logits: torch.Tensor, count: int, renormalise: bool) -> torch.Tensor:
         probabilities = logits.softmax(-1)
         chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-        kept = torch.zeros_like(probabilities).scatter_(1, chosen, probabilities.gather(1, chosen))
-        return kept / kept.sum(-1, keepdim=True) if renormalise else kept
+        weights = probabilities.gather(1, chosen)
+        if renormalise:  # one by one: in which order a GPU sums a row depends on how many there are
+            weights = weights / reduce(torch.add, weights.unbind(1))[:, None]
+        return torch.zeros_like(probabilities).scatter_(1, chosen, weights)
