@@ -6,6 +6,7 @@ That they then give the same bits is for a GPU to show: each start with the flag
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -119,13 +120,15 @@ def test_cut_chunks_are_the_same_tokens_over_the_same_pages(data: st.DataObject)
 
 @pytest.mark.parametrize(("heads", "kv_heads", "most"), [(32, 32, 16), (32, 8, 4), (14, 2, 2), (40, 8, 3), (64, 1, 1)])
 def test_tokens_of_a_tile(heads: int, kv_heads: int, most: int) -> None:
-    assert tokens_of_a_tile(heads, kv_heads) == most
+    config = msgspec.structs.replace(MODEL, num_heads=heads, num_kv_heads=kv_heads)
+    assert tokens_of_a_tile(config) == most
+    assert tokens_of_a_tile(msgspec.structs.replace(config, alibi=True)) == 1
 
 
 # --------------------------------------------------------------------------- whole steps
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3", "mixtral", "bloom", "gemma2"])
 def test_tokens_are_the_cpus(family: str, tmp_path: Path) -> None:
     manifest = prepare(str(make_tiny(tmp_path, family)))
     options = worker_options(manifest, device="reference", deterministic=True, **SIZES)

@@ -80,7 +80,7 @@ class _Start:
             vocab_size=config.vocab_size,
             kv_bytes_per_token=self._page_bytes // options.page_size,
             dtype=str(self._dtype).removeprefix("torch."),
-            tile_tokens=tokens_of_a_tile(config.num_heads, config.num_kv_heads) if options.deterministic else 0,
+            tile_tokens=tokens_of_a_tile(config) if options.deterministic else 0,
         )
 
     def _step(self, sizes: Sizes) -> GpuStep:

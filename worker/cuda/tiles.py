@@ -7,13 +7,15 @@ reading a row's K and V once for each such piece.
 
 import numpy as np
 
+from proto.model import ModelConfig
 from worker.batch import StepBatch
 
 LOWEST_TILE = 16  # query heads × tokens
 
 
-def tokens_of_a_tile(num_heads: int, num_kv_heads: int) -> int:
-    return max(LOWEST_TILE * num_kv_heads // num_heads, 1)
+def tokens_of_a_tile(config: ModelConfig) -> int:
+    """Of a row, at most. One with ALiBi, whose biases the kernels count from the row's first token."""
+    return 1 if config.alibi else max(LOWEST_TILE * config.num_kv_heads // config.num_heads, 1)
 
 
 def most_rows(rows: int, tokens: int, most: int) -> int:
