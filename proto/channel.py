@@ -1,7 +1,8 @@
 """ZeroMQ for everybody: one `Inbox` a process, one `Outbox` to each inbox that it writes to.
 
 Nobody else imports zmq. Nothing here promises delivery: a killed receiver loses a contiguous hole of each
-sender's stream, so correctness rests on positions and attempts in the messages (architecture §2, §6).
+sender's stream, so correctness rests on positions and attempts in the messages
+(docs/architecture.md, 'One inbox a process').
 """
 
 import fcntl

@@ -98,7 +98,7 @@ class RequestParams(Message, frozen=True, tag="params"):
 
 
 class Resume(Message, frozen=True, tag="resume"):
-    """What the caller already has of a request that is submitted again (architecture §6)."""
+    """What the caller already has of a request that is submitted again (docs/architecture.md, 'Supervision')."""
 
     output_ids: bytes  # i32, delivered output tokens
     characters: int  # delivered characters of text

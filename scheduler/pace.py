@@ -1,5 +1,5 @@
 """When the plan after the running step should leave: late enough to know the newest requests and aborts, early
-enough that the device never waits for it (architecture §5, timing)."""
+enough that the device never waits for it (docs/architecture.md, 'The step protocol')."""
 
 _LEARN = 1 / 8
 _MIN_MARGIN = 2_000_000  # ns: a plan's way to the worker, and a late wake-up of ours

@@ -1,7 +1,8 @@
 """The rows that hold slots: their pages, their order, and their way in and out.
 
 Owner of the pool, the prefix tree and the row columns. Pages and slots that are given up here may be handed
-out again at once: the plan that does so runs after every plan that used them (architecture §5).
+out again at once: the plan that does so runs after every plan that used them
+(docs/architecture.md, 'The step protocol').
 """
 
 from array import array

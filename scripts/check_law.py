@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Hold a model against the law of docs/architecture.md, §11, and print what was found.
+"""Hold a model against the law of docs/architecture.md and print what was found.
 
 (a) Logits and tokens of every request are bitwise those that it gets alone: in one batch at pipeline depths 1 to 3,
     with the prefix cache, in chunks of 16 and of 512, preempted again and again, in a pool that is too small.

@@ -1,4 +1,4 @@
-"""The law at the forward pass (docs/architecture.md, §11): bits of logits depend on a sequence's own past only."""
+"""The law at the forward pass (docs/architecture.md, 'The law'): bits of logits depend on a sequence's own past only."""
 
 from pathlib import Path
 from typing import Any
@@ -215,7 +215,7 @@ def transformers_model(manifest: ModelManifest) -> Any:
 @pytest.mark.slow
 @pytest.mark.model
 def test_demo_model_equals_transformers(demo_manifest: ModelManifest) -> None:
-    """§11 (b): teacher-forced |Δlogit| ≤ 5e-4, and the same greedy choice wherever the reference is not torn."""
+    """Teacher-forced |Δlogit| ≤ 5e-4, and the same greedy choice wherever the reference is not torn."""
     model = transformers_model(demo_manifest)
     forward = load(demo_manifest, dtype="float32", threads=2, max_model_len=512)
     tokenizer = Tokenizer.from_file(demo_manifest.tokenizer_json)

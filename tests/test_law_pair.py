@@ -1,4 +1,4 @@
-"""The law (docs/architecture.md, §11 a): a request's logits do not depend on its surroundings, bit for bit.
+"""The law (docs/architecture.md, 'The law'): a request's logits do not depend on its surroundings, bit for bit.
 
 Scheduler and worker play together over a real forward pass; every variant must give the very logits that each
 request gets alone.
