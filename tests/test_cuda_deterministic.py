@@ -144,6 +144,19 @@ def test_tokens_are_the_cpus(family: str, tmp_path: Path) -> None:
             assert ids_of(deferred.wait()) == ids_of(wanted)
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+def test_logits_of_a_request_are_the_same_bits_alone_and_in_company(kv_cache_dtype: str) -> None:
+    options = {"deterministic": True, "dtype": "bfloat16", "kv_cache_dtype": kv_cache_dtype}
+    logits, tokens = [], []
+    for rows in (1, 5):
+        with simulate(2) as gpu:
+            device = make_device(**options)
+            tokens.append([ids[0] for ids in play(gpu, device, plans(rows, 8))])
+            logits.append(gpu.peek(device._step.logits)[0])
+    assert tokens[0] == tokens[1]
+    assert torch.equal(*logits)
+
+
 def test_the_pool_is_measured_with_the_flag_too() -> None:
     with simulate(0) as gpu:
         options: dict[str, Any] = {"num_pages": None, "gpu_memory_utilization": 0.22, "deterministic": True}
