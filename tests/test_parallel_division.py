@@ -24,6 +24,7 @@ from worker.attention.base import AttentionShape
 from worker.attention.pool import size_pool
 from worker.layers.parameter import Parameter
 from worker.layers.reference_ops import ReferenceOps
+from worker.loader.errors import LoadError
 from worker.loader.gguf_checkpoint import GgufCheckpoint
 from worker.loader.load import load_checkpoint
 from worker.loader.safetensors_checkpoint import SafetensorsCheckpoint
@@ -210,3 +211,10 @@ def test_ranks_share_the_machines_memory(tmp_path: Path, monkeypatch: pytest.Mon
     alone = size_pool(options, bytes_per_token=1024)
     half = size_pool(msgspec.structs.replace(options, tensor_parallel_size=2), bytes_per_token=1024)
     assert (alone.num_pages, half.num_pages) == (2048, 1024)
+
+
+@pytest.mark.parametrize("asked", [{"num_pages": 10**12}, {"num_pages": None, "kv_bytes": 10**15}], ids=str)
+def test_more_kv_memory_than_there_is_is_refused(asked: dict[str, int | None], tmp_path: Path) -> None:
+    options = worker_options(prepare(str(make_tiny(tmp_path, "llama"))), **asked)
+    with pytest.raises(LoadError, match=r"(num_pages|kv_bytes) = 10+ takes \d+ bytes, and \d+ are available"):
+        size_pool(options, bytes_per_token=1024)

@@ -23,22 +23,26 @@ def size_pool(options: WorkerOptions, bytes_per_token: int) -> PoolSize:
 
     By memory: `gpu_memory_utilization` of what is available now, but no more than DEFAULT_BYTES (unless one
     sequence of max_model_len needs more) nor than max_num_seqs such sequences could fill. Ranks are on one machine
-    and share its memory; `bytes_per_token` is what one rank holds. Raises LoadError when not even one page fits.
+    and share its memory; `bytes_per_token` is what one rank holds. Raises LoadError when not even one page fits, or
+    when more is asked for than there is.
     """
     wanted_len = options.max_model_len or options.manifest.config.max_position_embeddings
     pages_per_sequence = -(-wanted_len // options.page_size)
     page_bytes = bytes_per_token * options.page_size
+    memory = available_memory() // options.tensor_parallel_size
     if options.num_pages is not None:
         pages, why = options.num_pages, f"num_pages = {options.num_pages}"
     elif options.kv_bytes is not None:
         pages, why = options.kv_bytes // page_bytes, f"kv_bytes = {options.kv_bytes}"
     else:
-        available = int(available_memory() * options.gpu_memory_utilization) // options.tensor_parallel_size
+        available = int(memory * options.gpu_memory_utilization)
         cap = max(DEFAULT_BYTES // options.tensor_parallel_size, pages_per_sequence * page_bytes)
         pages = min(min(available, cap) // page_bytes, options.max_num_seqs * pages_per_sequence)
         why = f"gpu_memory_utilization {options.gpu_memory_utilization} of the memory available = {available}"
     if pages < 1:
         raise LoadError(f"no room for KV memory: {why} bytes, and one page needs {page_bytes}")
+    if pages * page_bytes > memory:
+        raise LoadError(f"no room for KV memory: {why} takes {pages * page_bytes} bytes, and {memory} are available")
     return PoolSize(pages, min(wanted_len, pages * options.page_size))
 
 
