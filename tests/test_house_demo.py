@@ -36,8 +36,16 @@ def start(tmp: Path, *arguments: str) -> "subprocess.Popen[str]":
 
 
 def session_of(leader: int) -> list[psutil.Process]:
-    """Processes of a terminal session; the stages are in sessions of their own."""
-    return [process for process in psutil.process_iter() if _session(process.pid) == leader]
+    """Running processes of a terminal session; the stages are in sessions of their own."""
+    return [process for process in psutil.process_iter() if _session(process.pid) == leader and runs(process.pid)]
+
+
+def runs(pid: int) -> bool:
+    """Not a zombie either: an orphan's body is its new parent's to bury, in a container often late or never."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _session(pid: int) -> int:
@@ -77,5 +85,5 @@ def test_interrupted_it_leaves_nothing(tmp_path: Path) -> None:
     demo.communicate(timeout=60)
     assert demo.returncode == 130
     assert session_of(demo.pid) == []
-    assert not any(psutil.pid_exists(pid) for pid in stages)
+    assert not any(runs(pid) for pid in stages)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The law at the forward pass (docs/architecture.md, 'The law'): bits of logits depend on a sequence's own past only."""
+"""The law at the forward pass (docs/architecture.md, 'The law'): logits' bits depend on a sequence's past alone."""
 
 from pathlib import Path
 from typing import Any
