@@ -67,7 +67,7 @@ def test_answers_shows_its_processes_and_leaves_nothing(tmp_path: Path) -> None:
     assert {kind for kind, _ in rows} == KINDS
     pids = {int(pid) for _, pid in rows}
     assert len(pids) == len(KINDS)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not any(runs(pid) for pid in pids)
     assert list(tmp_path.iterdir()) == []
 
 
