@@ -10,8 +10,10 @@ No model and no weights: the configuration of a tiny Llama is made on the fly, s
 
 # mypy: disable-error-code="import-not-found"
 
+import atexit
 import json
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -56,6 +58,7 @@ CONFIG = {
 def make_scheduler(rows: int) -> Scheduler:
     """Pages, budget and limits as in bench_scheduler.py; prefix caching on."""
     directory = Path(tempfile.mkdtemp(prefix="quintet-peer-"))
+    atexit.register(shutil.rmtree, directory)
     (directory / "config.json").write_text(json.dumps(CONFIG))
     pages = num_pages(rows)
     model = ModelConfig(model=str(directory), max_model_len=MAX_MODEL_LEN, skip_tokenizer_init=True)
