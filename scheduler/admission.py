@@ -12,8 +12,9 @@ from scheduler.running import Running
 _MIN_RETRY_MS, _MAX_RETRY_MS = 100, 30_000
 
 
-class Verdict(Enum):
-    FITS = 0
+class Obstacle(Enum):
+    """Why a waiting request cannot be placed in this step."""
+
     LONG = 1  # waits for the long prefill of its class to end
     BUDGET = 2  # waits for a step with room for its whole prompt
     PAGES = 3  # waits for pages
@@ -134,37 +135,34 @@ class Admission:
         self._running.tree.match(request.path, request.ids, tokens - 1)
         return tokens - request.path.length * self._facts.page_size
 
-    def fits(self, request: Request, budget: int, now: int) -> Verdict:
-        """Whether to place a waiting request in this step, which has room for `budget` more tokens."""
+    def obstacle(self, request: Request, budget: int, now: int) -> Obstacle | None:
+        """What keeps a waiting request out of this step, which has room for `budget` more tokens."""
         uncached = self.match(request)
         if request.deadline and self.late(request, now) is not None:
-            return Verdict.LATE
+            return Obstacle.LATE
         if uncached > self._long_tokens and any(
             other.long and other.work_class is request.work_class for other in self._running.prefills
         ):
-            return Verdict.LONG
+            return Obstacle.LONG
         if not self._options.chunked_prefill and budget < uncached <= self._budget:
-            return Verdict.BUDGET
+            return Obstacle.BUDGET
         return self._pages(request)
 
-    def _pages(self, request: Request) -> Verdict:
+    def _pages(self, request: Request) -> Obstacle | None:
         """Whether pages are there now, and are expected to last."""
         running, pool, path = self._running, self._running.pool, request.path
-        request.expected_pages = expected = self._expected_pages(request)
-        left = pool.free + pool.idle - pool.pages_of(request.tokens)
+        prompt_len, tokens, page_size = request.prompt_len, request.tokens, pool.page_size
+        output = self.lengths.expect(request.work_class, tokens - prompt_len, request.max_len - prompt_len)
+        # At its end, shared ones included; the last id's K/V need no room.
+        request.expected_pages = expected = -(-max(prompt_len + output - 1, tokens) // page_size)
+        left = pool.free + pool.idle - -(-tokens // page_size)
         if path.length:
             left += path.length - path.idle_pages
-        if not running.count:
-            return Verdict.FITS if left >= 0 else Verdict.PINNED
         headroom = self.thrash.headroom(pool.num_pages)
         if left < headroom:
-            return Verdict.PAGES
-        if running.committed + expected <= pool.num_pages:
-            return Verdict.FITS
-        return Verdict.FITS if running.peak_with(request) <= pool.num_pages - headroom else Verdict.PAGES
-
-    def _expected_pages(self, request: Request) -> int:
-        """Pages that the request is expected to hold at its end, shared ones included."""
-        prompt_len, tokens = request.prompt_len, request.tokens
-        output = self.lengths.expect(request.work_class, tokens - prompt_len, request.max_len - prompt_len)
-        return self._running.pool.pages_of(max(prompt_len + output - 1, tokens))
+            if running.count:
+                return Obstacle.PAGES
+            return None if left >= 0 else Obstacle.PINNED
+        if running.committed + expected <= pool.num_pages or not running.count:
+            return None
+        return None if running.peak_with(request) <= pool.num_pages - headroom else Obstacle.PAGES

@@ -301,23 +301,21 @@ class Scheduler:
     def _finish_chunks(self, flight: InFlight, chunks: dict[Request, int]) -> bytes:
         """Rows of the chunks; those that complete their prompt sample, and decode from the next step on."""
         packed: list[int] = []
-        sampling: list[int] = []
-        decodes = len(flight.view)
+        sampling: list[Request] = []
+        row = len(flight.view)
         for request, tokens in chunks.items():
-            complete = request.done == request.tokens
-            sample = complete and not request.prefill_only
-            packed += (request.slot, tokens, int(sample))
             flight.prefill_tokens += tokens
-            if not complete:
-                continue
-            if sample:
-                flight.firsts.append((decodes + len(sampling), request))
-                sampling.append(request.slot)
-            else:
+            if request.done < request.tokens:
+                packed += (request.slot, tokens, 0)
+            elif request.prefill_only:
+                packed += (request.slot, tokens, 0)
                 flight.bare.append(request)
-            self._running.start_decoding(request)
+            else:
+                packed += (request.slot, tokens, 1)
+                flight.firsts.append((row, request))
+                sampling.append(request)
+                row += 1
         if sampling:
-            slots = np.concatenate([flight.view.slots, np.array(sampling, np.int32)])
-            flight.view = self._running.rows.view(slots)
+            flight.view = self._running.start_decoding(flight.view, sampling)
         self.counts.prefill_tokens += flight.prefill_tokens
         return array("i", packed).tobytes()

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -17,8 +18,7 @@ Outgoing = tuple[StageKind, int, Message]  # to whom, and what
 _NO_COLUMNS = (b"", b"", b"")
 
 
-@dataclass(slots=True)
-class End:
+class End(msgspec.Struct):
     """A row of a step that ends its request."""
 
     row: int

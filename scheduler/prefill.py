@@ -1,7 +1,7 @@
 """Who prefills in a step: how the tokens that decodes leave are shared."""
 
 from proto.messages import AdmitRow
-from scheduler.admission import Admission, Verdict
+from scheduler.admission import Admission, Obstacle
 from scheduler.lifecycle import Lifecycle
 from scheduler.queue import Queues
 from scheduler.request import Request
@@ -68,28 +68,28 @@ class PrefillPlanner:
 
     def _admit(self, share: PrefillShare, step: int, now: int) -> None:
         """Place waiting requests while there are slots, pages and budget."""
-        queues, rows = self._queues, self._running.rows
+        queues, slots = self._queues, self._running.rows.free
         blocked: list[Request] = []
-        while share.budget and rows.free:
+        while share.budget and slots:
             request = queues.best(now)
             if request is None:
                 break
-            verdict = self._admission.fits(request, share.budget, now)
-            if verdict is Verdict.FITS:
+            obstacle = self._admission.obstacle(request, share.budget, now)
+            if obstacle is None:
                 queues.take(request)
                 self._place(request, share, now)
                 for other in blocked:
                     other.overtaken += 1
                 continue
-            if verdict is Verdict.LATE or verdict is Verdict.PINNED:
-                refusal = self._admission.late(request, now) if verdict is Verdict.LATE else None
+            if obstacle is Obstacle.LATE or obstacle is Obstacle.PINNED:
+                refusal = self._admission.late(request, now) if obstacle is Obstacle.LATE else None
                 self._lifecycle.refuse(request, refusal or self._admission.pinned(request))
                 continue
-            if verdict is Verdict.PAGES:
+            if obstacle is Obstacle.PAGES:
                 if request.overtaken >= _MAX_OVERTAKES:
                     break
                 blocked.append(request)
-            elif verdict is Verdict.BUDGET and not share.chunks:
+            elif obstacle is Obstacle.BUDGET and not share.chunks:
                 self.cramped = True
             queues.pass_by(request)
         queues.end_scan()

@@ -10,6 +10,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 
 from proto.messages import column
@@ -20,24 +21,19 @@ _COMPACT_SLACK = 1024
 _BATCH_PART = 256  # of the pool, evicted at once: the few cached pages that go early cost less than a call for each
 
 
-class Node:
+class Node(msgspec.Struct, eq=False):
     """Pages start..end of all paths through it. A split leaves the node with the lower part."""
 
-    __slots__ = ("alive", "children", "end", "ids", "key", "last_use", "pages", "parent", "start", "users")
-
-    def __init__(
-        self, parent: "Node | None", key: bytes, ids: bytes, pages: bytes, start: int, users: int, last_use: int
-    ) -> None:
-        self.parent = parent  # None: the root
-        self.key = key  # among the parent's children
-        self.ids = ids
-        self.pages = pages
-        self.start = start
-        self.end = start + len(pages) // PAGE_ID_BYTES
-        self.users = users  # rows and pins
-        self.last_use = last_use
-        self.alive = True  # in the tree
-        self.children: dict[bytes, Node] = {}
+    parent: "Node | None"  # None: the root
+    key: bytes  # among the parent's children
+    ids: bytes
+    pages: bytes
+    start: int
+    end: int
+    users: int  # rows and pins
+    last_use: int
+    alive: bool = True  # in the tree
+    children: "dict[bytes, Node]" = {}
 
 
 class Path:
@@ -101,7 +97,7 @@ class PrefixTree:
         self.cached = 0  # pages in the tree
         self._enabled = enabled
         self._page_bytes = pool.page_size * _ID_BYTES
-        self._root = Node(None, b"", b"", b"", 0, 0, 0)
+        self._root = Node(None, b"", b"", b"", 0, 0, 0, 0)
         self._clock = 0
         self._entries = 0
         self._batch = pool.num_pages // _BATCH_PART
@@ -124,7 +120,7 @@ class PrefixTree:
             sure, length = min(sure, length), node.start
             assert node.parent is not None
             node = node.parent
-        if node.children:
+        if node.children and node.end < limit:
             node = self._descend(node, path.salt, ids, limit)
         path.tip = node
         path.length = node.end
@@ -139,11 +135,10 @@ class PrefixTree:
         if path.length >= end or path.severed or not self._enabled:
             return
         tip = path.tip or self._root
-        key = self._key(tip, path.salt, ids)
-        if key in tip.children:
+        if tip.children and self._key(tip, path.salt, ids) in tip.children:
             path.severed = True
             return
-        path.tip = self._add(tip, path, key, ids, table, end, users=1)
+        path.tip = self._add(tip, path, ids, table, end, 1)
         path.length = end
 
     def hold(self, path: Path) -> bytes:
@@ -170,7 +165,7 @@ class PrefixTree:
             tip = path.tip or self._root
             node = self._descend(tip, path.salt, ids, end) if tip.children else tip
             if node.end < end:
-                self._add(node, path, self._key(node, path.salt, ids), ids, table, end, users=0)
+                self._add(node, path, ids, table, end, 0)
             if node is not tip:
                 # What the tree has from another.
                 self.pool.push(table[length * PAGE_ID_BYTES : node.end * PAGE_ID_BYTES])
@@ -228,7 +223,7 @@ class PrefixTree:
             return self._split(child, child.start + int(differ[0]) // self.pool.page_size if differ.size else end)
         return node
 
-    def _add(self, node: Node, path: Path, key: bytes, ids: bytes, table: bytes, end: int, users: int) -> Node:
+    def _add(self, node: Node, path: Path, ids: bytes, table: bytes, end: int, users: int) -> Node:
         """Continue a node by pages of a row's table up to `end`; returns the node that has them."""
         size, start = self._page_bytes, node.end
         run = ids[start * size : end * size]
@@ -240,7 +235,8 @@ class PrefixTree:
             node.pages += pages
             node.end = end
             return node
-        child = node.children[key] = Node(node, key, run, pages, start, users, self._clock)
+        key = run[:size] if start else path.salt + run[:size]
+        child = node.children[key] = Node(node, key, run, pages, start, end, users, self._clock)
         if not users:
             self.pool.idle += end - start
             self._push_leaf(child)
@@ -252,7 +248,14 @@ class PrefixTree:
         assert parent is not None
         cut = count * self._page_bytes
         upper = Node(
-            parent, node.key, node.ids[:cut], node.pages[: count * PAGE_ID_BYTES], node.start, node.users, node.last_use
+            parent,
+            node.key,
+            node.ids[:cut],
+            node.pages[: count * PAGE_ID_BYTES],
+            node.start,
+            at,
+            node.users,
+            node.last_use,
         )
         parent.children[upper.key] = upper
         node.parent, node.start = upper, at
@@ -295,7 +298,7 @@ class PrefixTree:
                 last_use, _, node = heapq.heappop(bared)
             else:
                 last_use, node = leaves.popleft()
-            if not (node.users or node.children or node.last_use != last_use) and node.alive:
+            if node.last_use == last_use and node.alive and not (node.users or node.children):
                 return node
         return None
 
@@ -314,7 +317,7 @@ class PrefixTree:
             gone.append(node.pages)
             left -= length
             parent = self._remove(node)
-            if not (parent.users or parent.children) and parent.parent is not None:
+            if not (parent.children or parent.users) and parent.parent is not None:
                 self._entries += 1
                 heapq.heappush(self._bared, (parent.last_use, self._entries, parent))
         self.evictions += count - left

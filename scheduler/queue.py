@@ -44,9 +44,6 @@ class Lane:
             self._stale -= 1
         return None
 
-    def pop(self) -> None:
-        heapq.heappop(self.heap)
-
     def pass_by(self) -> None:
         self._passed.append(heapq.heappop(self.heap))
 
@@ -110,7 +107,8 @@ class Queues:
         best: Request | None = None
         best_rank = math.inf
         for work_class, (short, long) in enumerate(self._lanes):
-            if not self._waiting[work_class]:
+            waiting = self._waiting[work_class]
+            if not waiting:
                 continue
             head = short.head() if short.heap else None
             other = long.head() if long.heap else None
@@ -118,7 +116,7 @@ class Queues:
                 head = other
             if head is None:
                 continue
-            if self._waiting[work_class] == self._count:
+            if waiting == self._count:
                 return head
             rank = self.rank(work_class, head.arrival, now)
             if rank < best_rank:
@@ -127,7 +125,7 @@ class Queues:
 
     def take(self, request: Request) -> None:
         """The best head leaves the queue for a slot."""
-        self._lane(request).pop()
+        heapq.heappop(self._lane(request).heap)
         self._forget(request)
         served = self._served[request.work_class]
         if served > self._virtual_now:

@@ -63,14 +63,17 @@ class Results:
         view, rows = flight.view, self._running.rows
         keep: Mask | None = None
         if view.departures != rows.departures:
-            keep = rows.generation.take(view.index) == view.generations
+            generations = rows.generation.take(view.index)
+            # Bytes are compared faster than arrays, and most often nobody has left.
+            if generations.tobytes() != view.generations.tobytes():
+                keep = generations == view.generations
         if result.statuses:
             bad = column(result.statuses, U8) != RowStatus.OK
             failed = np.flatnonzero(bad if keep is None else bad & keep)
             keep = ~bad if keep is None else keep & ~bad
             for slot in view.slots[failed].tolist():
                 self._fail(slot)
-        if keep is None or keep.all():
+        if keep is None:
             return view, None
         self._lifecycle.counts.dropped_rows += len(view) - int(np.count_nonzero(keep))
         return view.only(keep), keep
@@ -105,25 +108,23 @@ class Results:
         """Let go of the rows that end with this id."""
         view, ids = out.view, out.ids
         full = positions + 1 >= view.max_lens
-        maybe = np.flatnonzero(full | self._lifecycle.stops.watched.take(ids))
+        maybe = (full | self._lifecycle.stops.watched.take(ids)).nonzero()[0]
         if not maybe.size:
             return
-        rows = self._running.rows
+        requests, planned = self._running.rows.requests, self._running.rows.planned
         done: list[Request] = []
-        requests, finished, ends = rows.requests, self._admission.lengths.finished, out.ends
         columns = (maybe, view.slots.take(maybe), ids.take(maybe), positions.take(maybe))
         for row, slot, token, position in zip(*[values.tolist() for values in columns], strict=True):
             request = requests[slot]
             assert request is not None
-            stop_ids = request.stops.ids
-            if token in stop_ids and position >= request.min_len:
-                ends.append(End(row, Finish.STOP, token, stop_ids[token]))
-                self._lifecycle.counts.wasted_rows += int(rows.planned[slot]) - position
+            if token in request.stops.ids and position >= request.min_len:
+                out.ends.append(End(row, Finish.STOP, token, request.stops.ids[token]))
+                self._lifecycle.counts.wasted_rows += int(planned[slot]) - position
             elif position + 1 >= request.max_len:
-                ends.append(End(row, Finish.LENGTH))
+                out.ends.append(End(row, Finish.LENGTH))
             else:
                 continue
-            finished(request.work_class, position + 1 - request.prompt_len)
+            self._admission.lengths.finished(request.work_class, position + 1 - request.prompt_len)
             done.append(request)
         if done:
             self._lifecycle.finish(done)

@@ -1,5 +1,7 @@
 """Columns over slots: all that a step changes of every row, and nothing that it does not."""
 
+import mmap
+
 import numpy as np
 import numpy.typing as npt
 
@@ -8,6 +10,9 @@ from scheduler.pages import PAGE_ID_BYTES, I32Array
 from scheduler.request import ID_BYTES, Request
 
 Mask = npt.NDArray[np.bool_]
+Index = npt.NDArray[np.intp]  # numpy gathers several times faster with its own index type
+
+_KEPT_OUTPUT = 1 << 16  # bytes of a slot's ids that stay resident between its requests
 
 
 class RowView:
@@ -24,6 +29,7 @@ class RowView:
         "identified",
         "index",
         "max_lens",
+        "origins",
         "prompt_lens",
         "rids",
         "slots",
@@ -34,10 +40,11 @@ class RowView:
     detokenizers: I32Array
     prompt_lens: I32Array
     max_lens: I32Array
+    origins: Index
 
-    def __init__(self, slots: I32Array, index: npt.NDArray[np.intp], generations: I32Array, departures: int) -> None:
+    def __init__(self, slots: I32Array, index: Index, generations: I32Array, departures: int) -> None:
         self.slots = slots
-        self.index = index  # the slots: numpy gathers several times faster with its own index type
+        self.index = index  # the slots
         self.generations = generations
         self.departures = departures  # `Rows.departures` then: unchanged means that all rows still stand
         self.identified = False
@@ -54,6 +61,7 @@ class RowView:
             part.detokenizers = self.detokenizers[mask]
             part.prompt_lens = self.prompt_lens[mask]
             part.max_lens = self.max_lens[mask]
+            part.origins = self.origins[mask]
         return part
 
 
@@ -62,10 +70,11 @@ class Rows:
 
     `known` counts ids that results have brought; `planned` counts ids whose K/V are in the cache once all
     planned steps have run. A decode step feeds the id at position `planned` and samples the next one.
-    Generated ids lie beside their K/V, by page, except the newest of a row, whose page may not exist yet.
+    Ids that a row generated since it was placed stand in one array for all, with room for the longest; the system
+    gives it memory where it is written.
     """
 
-    def __init__(self, capacity: int, max_pages: int, num_pages: int, page_size: int) -> None:
+    def __init__(self, capacity: int, max_pages: int, page_size: int) -> None:
         self.capacity = capacity
         self.page_size = page_size
         self.generation = np.zeros(capacity, np.int32)
@@ -77,7 +86,7 @@ class Rows:
         self.known = np.zeros(capacity, np.int32)
         self.planned = np.zeros(capacity, np.int32)
         self.room = np.zeros(capacity, np.int32)  # tokens that the row's pages hold
-        self.last_id = np.zeros(capacity, np.int32)
+        self._origin = np.zeros(capacity, np.intp)  # where the output would begin, did it begin at position 0
         self.pages = np.zeros((capacity, max_pages), I32)
         self._flat_pages = self.pages.reshape(-1)
         self._page_bytes = self.pages.data.cast("B")
@@ -94,28 +103,24 @@ class Rows:
                 self.known,
                 self.planned,
                 self.room,
-                self.last_id,
+                self._origin,
             )
         ]
         self._generation_cells = self.generation.data
+        self._known_cells = self.known.data
+        self._room_cells = self.room.data
         self.requests: list[Request | None] = [None] * capacity
         self.departures = 0
-        self._generated_pages = np.zeros((num_pages, page_size), I32)
-        self._generated = self._generated_pages.reshape(-1)
-        self._generated_bytes = self._generated_pages.data.cast("B")
-        self._ids_bytes = page_size * ID_BYTES  # of a page
-        self._free = list(range(capacity - 1, -1, -1))
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
+        self._output_bytes = -(-max_pages * page_size * ID_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE  # of a slot
+        self._outputs = mmap.mmap(-1, capacity * self._output_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._output_ids = np.frombuffer(self._outputs, np.int32)
+        self.free = list(range(capacity - 1, -1, -1))  # slots, the next one last
 
     def enter(self, request: Request, pages: bytes) -> int:
         """Put a request into a slot with pages for all its known ids."""
-        slot = self._free.pop()
-        tokens, ids = request.tokens, request.ids
-        count = len(pages) // PAGE_ID_BYTES
-        rid, attempt, detokenizer, prompt_len, max_len, known, planned, room, last_id = self._cells
+        slot = self.free.pop()
+        tokens = request.tokens
+        rid, attempt, detokenizer, prompt_len, max_len, known, planned, room, origin = self._cells
         rid[slot] = request.rid
         attempt[slot] = request.attempt
         detokenizer[slot] = request.detokenizer
@@ -123,15 +128,10 @@ class Rows:
         max_len[slot] = request.max_len
         known[slot] = tokens
         planned[slot] = request.done
-        room[slot] = count * self.page_size
-        last_id[slot] = int.from_bytes(ids[-ID_BYTES:], "little")
+        room[slot] = len(pages) // PAGE_ID_BYTES * self.page_size
+        origin[slot] = slot * self._output_bytes // ID_BYTES - tokens
         at = slot * self._row_bytes
         self._page_bytes[at : at + len(pages)] = pages
-        begun = tokens % self.page_size
-        if begun:
-            # Generated ids will follow in that page.
-            cell = int(self.pages[slot, count - 1]) * self._ids_bytes
-            self._generated_bytes[cell : cell + begun * ID_BYTES] = ids[-begun * ID_BYTES :]
         self.requests[slot] = request
         request.slot = slot
         return slot
@@ -139,45 +139,42 @@ class Rows:
     def leave(self, slots: list[int]) -> None:
         """Empty these slots. Results on their way no longer count."""
         self.departures += 1
-        requests = self.requests
+        requests, generations = self.requests, self._generation_cells
         for slot in slots:
             request = requests[slot]
             assert request is not None
             request.slot = -1
             requests[slot] = None
-            self._generation_cells[slot] += 1
-        self._free += slots
+            generations[slot] += 1
+            if (request.max_len - request.tokens) * ID_BYTES > _KEPT_OUTPUT:
+                self._outputs.madvise(mmap.MADV_DONTNEED, slot * self._output_bytes, self._output_bytes)
+        self.free += slots
 
     def table(self, slot: int) -> bytes:
         """A row's pages, from position 0 on."""
         at = slot * self._row_bytes
-        return bytes(self._page_bytes[at : at + int(self.room[slot]) // self.page_size * PAGE_ID_BYTES])
+        return bytes(self._page_bytes[at : at + self._room_cells[slot] // self.page_size * PAGE_ID_BYTES])
 
     def computed(self, slots: list[int]) -> list[tuple[bytes, bytes, int]]:
         """Of each row its pages, its ids as far as whole pages of K/V are computed at least, and how many these are.
 
         The newest id's K/V are not computed yet.
         """
-        size, index = self.page_size, np.array(slots, np.intp)
-        rooms, knowns = self.room.take(index).tolist(), self.known.take(index).tolist()
-        columns = []
-        for slot, room, known in zip(slots, rooms, knowns, strict=True):
-            request = self.requests[slot]
+        size, columns = self.page_size, []
+        for slot in slots:
+            request, known = self.requests[slot], self._known_cells[slot]
             assert request is not None
-            at = slot * self._row_bytes
-            table = bytes(self._page_bytes[at : at + room // size * PAGE_ID_BYTES])
-            ids, first, end = request.ids, request.tokens // size, (known - 1) // size
-            if end > first:
-                generated = self._generated_pages[self.pages[slot, first:end]]
-                ids = ids[: first * self._ids_bytes] + generated.tobytes()
-            columns.append((table, ids, end))
+            end = (known - 1) // size
+            ids = self.known_ids(slot) if end > request.tokens // size else request.ids
+            columns.append((self.table(slot), ids, end))
         return columns
 
     def append(self, slots: I32Array, pages: I32Array) -> None:
         """One more page for each of these rows."""
-        room = self.room[slots]
-        self.pages[slots, room // self.page_size] = pages
-        self.room[slots] = room + self.page_size
+        index = slots.astype(np.intp)
+        room = self.room.take(index)
+        self._flat_pages[index * self.pages.shape[1] + room // self.page_size] = pages
+        self.room[index] = room + self.page_size
 
     def view(self, slots: I32Array) -> RowView:
         index = slots.astype(np.intp)
@@ -193,22 +190,14 @@ class Rows:
         view.detokenizers = self._detokenizer.take(index)
         view.prompt_lens = self._prompt_len.take(index)
         view.max_lens = self.max_len.take(index)
+        view.origins = self._origin.take(index)
         view.identified = True
 
     def take_ids(self, view: RowView, ids: I32Array) -> I32Array:
-        """One new id for each row; returns their positions.
-
-        The row's previous id has a page by now (its K/V were computed to sample the new one): it moves there.
-        """
+        """One new id for each row of an identified view; returns their positions."""
         index = view.index
         known: I32Array = self.known.take(index)
-        before = known - 1
-        number = before // self.page_size
-        pages = self._flat_pages.take(index * self.pages.shape[1] + number)
-        # page × size + before % size, without the slow remainder
-        cells = (pages - number) * self.page_size + before
-        self._generated[cells.astype(np.intp)] = self.last_id.take(index)
-        self.last_id[index] = ids
+        self._output_ids[view.origins + known] = ids
         self.known[index] = known + 1
         return known
 
@@ -216,10 +205,5 @@ class Rows:
         """All ids of a row: what it was queued with, and what it generated since."""
         request = self.requests[slot]
         assert request is not None
-        known = int(self.known[slot])
-        if known == request.tokens:
-            return request.ids
-        first, end = request.tokens // self.page_size, -(-(known - 1) // self.page_size)
-        generated = self._generated_pages[self.pages[slot, first:end]].tobytes()
-        start, stop = first * self.page_size * ID_BYTES, (known - 1) * ID_BYTES
-        return request.ids[:start] + generated[: stop - start] + int(self.last_id[slot]).to_bytes(ID_BYTES, "little")
+        start = slot * self._output_bytes
+        return request.ids + self._outputs[start : start + (self._known_cells[slot] - request.tokens) * ID_BYTES]

@@ -27,12 +27,11 @@ class Running:
         self.pool = PagePool(facts.num_pages, facts.page_size)
         self.tree = PrefixTree(self.pool, prefix_caching)
         max_pages = self.pool.pages_of(facts.max_model_len)
-        self.rows = Rows(capacity, max_pages, facts.num_pages, facts.page_size)
-        self.prefills: list[Request] = []  # in order of admission
+        self.rows = Rows(capacity, max_pages, facts.page_size)
+        self.prefills: list[Request] = []  # with ids still to be planned, in order of admission
         self.committed = 0  # pages that all rows are expected to hold at their ends, shared ones counted often
         self._released: list[int] = []
         self._order = np.zeros(0, np.int32)
-        self._joining: list[int] = []
         self._decoding = np.zeros(capacity, np.bool_)
         self._decoding_cells = self._decoding.data
         self._view: RowView | None = None
@@ -40,7 +39,7 @@ class Running:
 
     @property
     def count(self) -> int:
-        return self.rows.capacity - self.rows.free
+        return self.rows.capacity - len(self.rows.free)
 
     # ---------------------------------------------------------------- in and out
 
@@ -58,7 +57,8 @@ class Running:
         slot = self.rows.enter(request, pages)
         tree.extend(path, request.ids, pages, done // pool.page_size)
         self.committed += request.expected_pages
-        self.prefills.append(request)
+        if done < tokens:
+            self.prefills.append(request)
         return AdmitRow(
             slot=slot,
             ids=request.ids,
@@ -77,7 +77,7 @@ class Running:
         for request, (table, ids, end) in zip(requests, rows.computed(slots), strict=True):
             tree.leave(request.path, table, ids, end if keep else 0)
             self.committed -= request.expected_pages
-            if request.state is State.PREFILL:
+            if request.state is State.PREFILL and request.done < request.tokens:
                 self.prefills.remove(request)
             self._decoding_cells[request.slot] = False
         self._view = None
@@ -98,29 +98,34 @@ class Running:
         """Plan the next ids of a prefill. Full pages enter the tree at once: later rows, even of the same step,
         may hit them, since every layer writes its K/V before attention reads."""
         request.done += tokens
+        if request.done == request.tokens:
+            self.prefills.remove(request)
         slot = request.slot
         self.tree.extend(request.path, request.ids, self.rows.table(slot), request.done // self.pool.page_size)
         self.rows.planned[slot] = request.done
 
-    def start_decoding(self, request: Request) -> None:
-        """All known ids are planned; from the next step on the row decodes, unless its next id is its last."""
-        request.state = State.DECODE
-        self.prefills.remove(request)
-        if request.done + 1 < request.max_len:
-            self._joining.append(request.slot)
-            self._decoding_cells[request.slot] = True
-            self._view = None
+    def start_decoding(self, view: RowView, requests: list[Request]) -> RowView:
+        """All known ids of these are planned: they sample in this step, behind the rows of `view`, and decode from
+        the next one on, unless that id is their last. Returns all rows that sample."""
+        slots = []
+        for request in requests:
+            slot = request.slot
+            request.state = State.DECODE
+            self._decoding_cells[slot] = request.done + 1 < request.max_len
+            slots.append(slot)
+        joining = np.array(slots, np.int32)
+        joined = np.concatenate([view.slots, joining])
+        # A step may have left out some of the order, or all.
+        self._order = joined if view.slots is self._order else np.concatenate([self._order, joining])
+        self._view = None
+        return self.rows.view(joined)
 
     # ---------------------------------------------------------------- decode
 
     def decode_view(self) -> RowView:
         """Rows to decode, in order. The same object as long as they are the same."""
         if self._view is None:
-            order = self._order
-            if self._joining:
-                order = np.concatenate([order, np.array(self._joining, np.int32)])
-                self._joining.clear()
-            self._order = order = order.compress(self._decoding.take(order))
+            self._order = order = self._order.compress(self._decoding.take(self._order))
             self._view = self.rows.view(order)
             self._steps_left = 0
         return self._view

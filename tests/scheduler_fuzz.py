@@ -72,9 +72,8 @@ class Fuzz:
         )
         self.ring = Ring(options, facts)
         if setting.optimistic:
-            self.ring.scheduler._admission._expected_pages = (  # type: ignore[method-assign]
-                lambda request: self.ring.scheduler._running.pool.pages_of(request.tokens)
-            )
+            lengths = self.ring.scheduler._admission.lengths
+            lengths.expect = lambda work_class, generated, limit: generated  # type: ignore[method-assign]
         self.digest = hashlib.sha256()
         self.events = 0
         self.finished = 0

@@ -281,7 +281,7 @@ def test_a_victim_has_gained_something_since_it_was_placed() -> None:
 def test_thrashing_throttles_admission_and_shows() -> None:
     facts = make_facts(num_pages=40, max_model_len=160)
     ring = Ring(make_options(max_num_seqs=8), facts)
-    ring.scheduler._admission._expected_pages = lambda request: 1  # type: ignore[method-assign]
+    ring.scheduler._admission.lengths.expect = lambda *_: 0  # type: ignore[method-assign]
     for number in range(40):
         ring.send(make_admit(rid_of(number), [number] * 20, 60))
     worst = 0.0
