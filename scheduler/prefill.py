@@ -59,12 +59,9 @@ class PrefillPlanner:
         tokens = min(budget, request.tokens - request.done)
         if tokens:
             self._running.advance(request, tokens)
-            self._account(request, tokens, share)
-
-    def _account(self, request: Request, tokens: int, share: PrefillShare) -> None:
-        share.chunks[request] = share.chunks.get(request, 0) + tokens
-        share.budget -= tokens
-        self._queues.charge(request.work_class, tokens)
+            share.chunks[request] = share.chunks.get(request, 0) + tokens
+            share.budget -= tokens
+            self._queues.charge(request.work_class, tokens)
 
     def _admit(self, share: PrefillShare, step: int, now: int) -> None:
         """Place waiting requests while there are slots, pages and budget."""
@@ -105,7 +102,9 @@ class PrefillPlanner:
         request.overtaken = 0
         row = self._running.place(request, share.budget)
         share.admits.append(row)
-        self._account(request, request.done - row.start, share)
+        share.chunks[request] = tokens = request.done - row.start
+        share.budget -= tokens
+        self._queues.charge(request.work_class, tokens)
         request.long = admission.is_long(request.tokens - row.start)
         counts.prefix_query_tokens += request.tokens
         counts.prefix_hit_tokens += row.start
