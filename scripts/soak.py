@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -45,22 +45,32 @@ FLAT = 0.05  # growth from the second quarter's peak to the last quarter's
 FLAT_BYTES = 4 << 20  # or this much, for small processes
 
 
+class Probe(NamedTuple):
+    """One question for health and what became of it."""
+
+    at: float  # monotonic
+    seconds: float
+    waiting: float  # of these, seconds that threads of the prober itself were ready and got no CPU, added up
+    wrong: str  # "" = it was answered
+
+
 def probe(address: str, results: Connection) -> None:
-    """Ask for health until told to stop; sends (seconds, "" or what went wrong) for each probe back."""
-    samples: list[tuple[float, str]] = []
+    """Ask for health until told to stop; sends all `Probe`s back."""
+    samples: list[Probe] = []
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         due = time.monotonic()
         while not results.poll(max(due - time.monotonic(), 0)):
             due = max(due + PROBE_SECONDS, time.monotonic())
-            begin, wrong = time.monotonic(), ""
+            waited, begin, wrong = cpu_time().waiting, time.monotonic(), ""
             try:
                 reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
                 if reply.status != health_pb2.HealthCheckResponse.SERVING:
                     wrong = "not serving"
             except grpc.RpcError as error:
                 wrong = error.code().name
-            samples.append((time.monotonic() - begin, wrong))
+            seconds = time.monotonic() - begin
+            samples.append(Probe(begin, seconds, min(cpu_time().waiting - waited, seconds), wrong))
     results.send(samples)
 
 
@@ -120,11 +130,11 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
             total, samples = uvloop.run(load_for(instance.address, pids, args))
             cpu = {name: cpu_time(pid).running / total["seconds"] for name, pid in pids.items()}
             ours.send("stop")
-            probes: list[tuple[float, str]] = ours.recv()
+            probes: list[Probe] = ours.recv()
         finally:
             prober.kill()
             prober.join()
-    wrong = [reason for _, reason in probes if reason]
+    wrong = [probe.wrong for probe in probes if probe.wrong]
     asked = {name: getattr(args, name) for name in ("device", "streams", "prompt_tokens", "output_tokens", "minutes")}
     return {
         "conditions": {**surroundings, **asked, "flags": sys.argv[1:]},
@@ -133,11 +143,12 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
             "count": len(probes),
             "failed": len(wrong),
             "reasons": sorted(set(wrong)),
-            "ms": percentiles([seconds * 1e3 for seconds, _ in probes]),
+            "ms": percentiles([probe.seconds * 1e3 for probe in probes]),
+            "ms_of_server": percentiles([(probe.seconds - probe.waiting) * 1e3 for probe in probes]),
         },
         "memory": {name: memory(values) for name, values in samples.items()},
         "cpu_share": cpu,
-        "samples": samples,
+        "samples": {"rss_bytes": samples, "probes": probes},
     }
 
 
@@ -164,11 +175,15 @@ def show(result: dict[str, Any]) -> None:
     for name, its in result["memory"].items():
         quarters = "".join(f"{peak / 1e6:>8.1f}" for peak in its["quarters"])
         print(f"{name:<26}{quarters}   {'flat' if its['flat'] else 'grows':<6}{result['cpu_share'][name]:>6.0%}")
-    times = "  ".join(f"{name} {value:.1f}" for name, value in probes["ms"].items())
-    print(f"\n{probes['count']} health probes, {probes['failed']} failed; ms: {times}")
+    print(f"\n{probes['count']} health probes, {probes['failed']} failed; ms: {in_words(probes['ms'])}")
+    print(f"without the prober's own wait for a CPU: {in_words(probes['ms_of_server'])}")
     print(conditions.in_words(given))
     for failure in failures(result):
         print(f"FAILED: {failure}")
+
+
+def in_words(times: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.1f}" for name, value in times.items())
 
 
 def main() -> int:

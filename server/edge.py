@@ -5,9 +5,8 @@ import gc
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from engine.runtime.stage import SUPERVISOR, Stage
 from proto.channel import Address, ChannelError
@@ -34,13 +33,14 @@ from server.generation import Generation, Piece
 from server.readiness import Phase, Readiness
 from server.record import Outgoing, Record
 from server.status import UnavailableError, shorten
+from server.turns import Place, Turns
 from server.validate import Ask
 
 log = logging.getLogger(__name__)
 
-# What is done before other work on the loop, as health probes and new calls, gets its turn: about a millisecond each.
-_MESSAGES_A_TURN = 2
-_WAKES_A_TURN = 16
+# What is done before other work on the loop, as health probes and new calls, gets its turn: tenths of a millisecond.
+_PARTS_A_TURN = 2
+_ROWS_A_PART = 32
 _TICK_SECONDS = 0.05
 _BACKLOG_SECONDS = 0.001
 _CENSUS_SECONDS = 1.0
@@ -54,15 +54,7 @@ def spare_full_collections() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 1 << 30)
-
-
-class _Waker:
-    """How a handler that waits for its generation is told."""
-
-    def __init__(self) -> None:
-        self.event = asyncio.Event()
-        self.queued = False
+    gc.set_threshold(1_000, 10, 1 << 30)
 
 
 class Edge:
@@ -78,8 +70,10 @@ class Edge:
         self.phase_changed = asyncio.Event()
         self._phase = self.readiness.phase
         self._loop = asyncio.get_running_loop()
-        self._wakers: dict[int, _Waker] = {}
-        self._waking: deque[_Waker] = deque()
+        self._turns = Turns()
+        self._places: dict[int, Place] = {}
+        self._unread: deque[Message] = deque()
+        self._receiving = False  # whether the loop will read on by itself
         self._next_census = 0.0
         self._next_collection = time.monotonic() + _COLLECT_SECONDS
         self._drained_told = False
@@ -99,13 +93,13 @@ class Edge:
         Raises DuplicateIdError or OverloadedError.
         """
         generation, submit = self.record.open(ask, size, arrival, time.time())
-        waker = self._wakers[generation.rid] = _Waker()
-        generation.notify = partial(self._wake_in_turn, waker)
+        place = self._places[generation.rid] = self._turns.place()
+        generation.notify = place.tell
         try:
             self._send([submit])
             yield generation
         finally:
-            del self._wakers[generation.rid]
+            del self._places[generation.rid]
             self._send(self.record.close(generation))
             if self.options.log_requests:
                 _log_request(generation)
@@ -113,29 +107,12 @@ class Edge:
 
     async def next_piece(self, generation: Generation) -> Piece:
         """What can be written next. Raises the CallError that ended the generation."""
-        something_new = self._wakers[generation.rid].event
+        place = self._places[generation.rid]
+        if generation.ready:
+            await place.turn()
         while (piece := generation.take()) is None:
-            something_new.clear()
-            await something_new.wait()
+            await place.news()
         return piece
-
-    def _wake_in_turn(self, waker: "_Waker") -> None:
-        """Let a handler look for its next piece, after those that were told before."""
-        if waker.queued:
-            return
-        waker.queued = True
-        if not self._waking:
-            self._loop.call_soon(self._wake_some)
-        self._waking.append(waker)
-
-    def _wake_some(self) -> None:
-        """A step may have news for thousands of handlers, which must not keep the loop from anybody else."""
-        for _ in range(min(len(self._waking), _WAKES_A_TURN)):
-            waker = self._waking.popleft()
-            waker.queued = False
-            waker.event.set()
-        if self._waking:
-            self._loop.call_soon(self._wake_some)
 
     async def ask(self, to: Address, question: TokenizeCall | DetokenizeCall | Flush, size: int) -> Reply:
         """Send a question of so many bytes and wait for its answer. Raises CallError."""
@@ -210,20 +187,29 @@ class Edge:
 
     def _receive(self) -> None:
         """Drain the inbox fully, in turns with the loop's other work."""
+        if not self._receiving:
+            self._receive_some()
+
+    def _receive_some(self) -> None:
+        self._receiving = False
         if self.ended.done():
             return
         try:
-            messages = self.stage.inbox.drain(_MESSAGES_A_TURN)
-            for message in messages:
-                self._on_message(message)
+            if not self._unread:
+                for message in self.stage.inbox.drain(_PARTS_A_TURN):
+                    self._unread.extend(_in_parts(message))
+            if not self._unread:
+                return
+            for _ in range(min(len(self._unread), _PARTS_A_TURN)):
+                self._on_message(self._unread.popleft())
         except ChannelError as error:
             log.critical("%s", error)
             self.end(3)
         except Exception as error:
             self._die(error)
         else:
-            if messages:
-                self._loop.call_soon(self._receive)
+            self._receiving = True
+            self._loop.call_soon(self._receive_some)
 
     def _on_message(self, message: Message) -> None:
         match message:
@@ -300,6 +286,14 @@ class Edge:
             "repeated_deltas": record.repeated_deltas,
             "late_deltas": record.late_deltas,
         }
+
+
+def _in_parts(message: Message) -> Iterable[Message]:
+    """The same, none of them long: a step may have news of thousands of requests."""
+    if not isinstance(message, Deltas) or len(message.rows) <= _ROWS_A_PART:
+        return (message,)
+    rows = message.rows
+    return (Deltas(rows[i : i + _ROWS_A_PART]) for i in range(0, len(rows), _ROWS_A_PART))
 
 
 def _log_request(generation: Generation) -> None:

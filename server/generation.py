@@ -64,6 +64,11 @@ class Generation:
         """Whether its one terminal event has come."""
         return self.ending is not None or self.error is not None
 
+    @property
+    def ready(self) -> bool:
+        """Whether `take` would not return None."""
+        return bool(self._deltas) or self.over
+
     def append(self, delta: Delta, now: int) -> None:
         """Take a delta in its turn. Ends with SlowReaderError when too much waits for the client."""
         self.times_unknown = 0
