@@ -92,7 +92,6 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     },
     "bloom": {"num_heads": 6, "num_kv_heads": 6, "alibi": True, "hidden_act": "gelu_pytorch_tanh"},
 }
-WITHOUT_GRAPHS = ("mixtral", "qwen3_moe")  # their mixture asks the device which experts are wanted
 
 
 def attention_shape(model: ModelConfig, dtype: torch.dtype) -> AttentionShape:
@@ -338,9 +337,7 @@ class Traffic:
         self.seen[kind] = self.seen.get(kind, 0) + bool(happened)
 
 
-def compare(
-    reference: ReferenceRunner, gpu: GpuRunner, traffic: Traffic, steps: int, tolerance: float, graphs: bool = True
-) -> float:
+def compare(reference: ReferenceRunner, gpu: GpuRunner, traffic: Traffic, steps: int, tolerance: float) -> float:
     """Play steps on both, two of them in flight on the GPU, and assert equal logits. Returns the worst difference."""
     waiting: list[tuple[torch.Tensor, Pending]] = []
     worst = 0.0
@@ -356,7 +353,7 @@ def compare(
     for _ in range(steps):
         batch = traffic.step()
         rows = len(batch.slots)
-        if graphs and batch.decode_rows == rows:
+        if batch.decode_rows == rows:
             bucket = int(traffic.random.choice([b for b in BUCKETS if b >= rows]))
             pending = gpu.replay(batch, bucket)
         else:

@@ -19,6 +19,7 @@ _COPIES = {"tensor", "as_tensor", "asarray", "from_numpy", "pin_memory", "multin
 _WAITS = {"synchronize", "wait", "query", "mem_get_info", "empty_cache", "elapsed_time"}
 CALLS = frozenset(_VALUES | _SHAPES | _COPIES | _WAITS)
 CONVERSIONS = frozenset({"int", "float", "bool"})  # of a device tensor these wait too
+LAYERS = ("embedding", "experts", "linear", "mlp", "norm", "rope")  # on whatever device
 ROW = re.compile(r"^\| `(?P<file>[^`]+)` \| `(?P<function>[^`]+)` \| `(?P<call>[^`]+)` \| (?P<reason>.+) \|$")
 
 Touch = tuple[str, str, str]  # file, function, call
@@ -65,7 +66,8 @@ def spelled(node: ast.Call) -> str:
 def files() -> list[Path]:
     """The GPU worker's own code: nothing else runs between two launches but what these call."""
     found = [*ROOT.glob("worker/cuda/*.py"), *ROOT.glob("worker/attention/flashinfer*.py")]
-    return sorted([*found, *ROOT.glob("worker/layers/cuda_*.py")])
+    found += [*ROOT.glob("worker/layers/cuda_*.py"), *ROOT.glob("worker/models/*.py")]
+    return sorted([*found, *(ROOT / "worker" / "layers" / f"{name}.py" for name in LAYERS)])
 
 
 def touches() -> set[Touch]:

@@ -8,7 +8,6 @@ from tests.flashinfer_cases import (
     DOUBLE,
     GPU,
     NARROW,
-    WITHOUT_GRAPHS,
     GpuRunner,
     Place,
     ReferenceRunner,
@@ -35,7 +34,7 @@ def test_bfloat16_is_close(family: str) -> None:
     with NARROW(seed=1):
         reference = ReferenceRunner(config(family, NARROW), NARROW.dtype)
         traffic = Traffic(np.random.default_rng(2))
-        compare(reference, GpuRunner(reference), traffic, 6, NARROW.tolerance, graphs=family not in WITHOUT_GRAPHS)
+        compare(reference, GpuRunner(reference), traffic, 6, NARROW.tolerance)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -46,6 +45,6 @@ def test_logits_are_the_references(place: Place, family: str) -> None:
         reference = ReferenceRunner(config(family, place), place.dtype)
         gpu = GpuRunner(reference)
         traffic = Traffic(np.random.default_rng(11))
-        worst = compare(reference, gpu, traffic, STEPS, place.tolerance, graphs=family not in WITHOUT_GRAPHS)
+        worst = compare(reference, gpu, traffic, STEPS, place.tolerance)
         assert worst > 0  # two computations, not one
         assert all(traffic.seen[kind] for kind in SHOWN), traffic.seen

@@ -27,7 +27,6 @@ from tests.flashinfer_cases import (
     BUCKETS,
     DOUBLE,
     GPU,
-    WITHOUT_GRAPHS,
     GpuRunner,
     Place,
     ReferenceRunner,
@@ -120,10 +119,7 @@ def families(place: Place, steps: int) -> dict[str, Any]:
         for index, family in enumerate(sorted(FAMILIES)):
             reference = ReferenceRunner(config(family, place), place.dtype)
             traffic = Traffic(np.random.default_rng(index))
-            behind_graphs = family not in WITHOUT_GRAPHS
-            worst[family] = compare(
-                reference, GpuRunner(reference), traffic, steps, place.tolerance, graphs=behind_graphs
-            )
+            worst[family] = compare(reference, GpuRunner(reference), traffic, steps, place.tolerance)
     return {"steps": steps * len(worst), "tolerance": place.tolerance, "largest_difference": worst}
 
 

@@ -38,7 +38,8 @@ intermediate results, and kernels that read beyond their rows.
 """
 
 from tests.flashinfer_double.gpu import Gpu
-from tests.flashinfer_double.library import MetadataError, simulate
+from tests.flashinfer_double.library import simulate
 from tests.flashinfer_double.streams import CaptureError, SimulationError
+from tests.flashinfer_double.strict import MetadataError
 
 __all__ = ["CaptureError", "Gpu", "MetadataError", "SimulationError", "simulate"]

@@ -1,4 +1,4 @@
-"""FlashInfer 0.7.4 and our Triton kernels, computed exactly when the simulated device gets there."""
+"""FlashInfer 0.7.4, computed exactly when the simulated device gets there."""
 
 import itertools
 import math
@@ -11,23 +11,16 @@ from typing import Any
 
 import torch
 
+from tests.flashinfer_double import kernels
 from tests.flashinfer_double.gpu import Gpu, simulate_gpu
 from tests.flashinfer_double.memory import DeviceTensor, allocate, queue
-from tests.flashinfer_double.streams import CaptureError, SimulationError, Work, active
+from tests.flashinfer_double.streams import CaptureError, Work, active
+from tests.flashinfer_double.strict import MetadataError, need
 from worker.attention import flashinfer_api
 
 CUDA_CORE_GROUPS = {1, 2, 3, 4, 6, 8, 16}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # float32 is the double's own, for exact tests
 _FP8 = torch.float8_e4m3fn
-
-
-class MetadataError(SimulationError):
-    """Metadata that would make a GPU compute something else without a word."""
-
-
-def need(condition: bool, text: str) -> None:
-    if not condition:
-        raise MetadataError(text)
 
 
 # --------------------------------------------------------------------------- paged attention
@@ -439,53 +432,6 @@ def gelu_tanh_and_mul(input: torch.Tensor, out: torch.Tensor | None = None) -> t
     return out
 
 
-# --------------------------------------------------------------------------- our Triton kernels
-
-
-def rotate(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """As worker.layers.cuda_kernels.rotate."""
-    need(x.stride(-1) == 1 and positions.dtype == torch.int32, "x dense in its last dimension, positions int32")
-    rows = positions.shape[0]
-    target, at, c, s = (t.raw for t in (x, positions, cos, sin))  # type: ignore[attr-defined]
-
-    def work() -> None:
-        need(bool(((at >= 0) & (at < c.shape[0])).all()), "a position is outside the tables")
-        a, b = target[:rows].float().chunk(2, -1)
-        cosine, sine = c[at.long()][:, None], s[at.long()][:, None]
-        target[:rows] = torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1).to(target.dtype)
-
-    queue("rotate", work, [x, positions, cos, sin])
-
-
-def write_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    slots: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    k_scale: float,
-    v_scale: float,
-) -> None:
-    """As worker.layers.cuda_kernels.write_kv."""
-    need(slots.dtype == torch.int32 and k.shape[0] == v.shape[0] == slots.shape[0], "one int32 slot for each row")
-    need(k.stride(-1) == 1 and v.stride(-1) == 1, "K and V dense in their last dimension")
-    raw_k, raw_v, at, to_k, to_v = (t.raw for t in (k, v, slots, keys, values))  # type: ignore[attr-defined]
-
-    def work() -> None:
-        flat_k, flat_v = to_k.flatten(0, 1), to_v.flatten(0, 1)
-        need(bool(((at >= 0) & (at < flat_k.shape[0])).all()), "a slot is outside the pool")
-        flat_k[at.long()] = _quantise(raw_k, k_scale, to_k.dtype)
-        flat_v[at.long()] = _quantise(raw_v, v_scale, to_v.dtype)
-
-    queue("write_kv", work, [k, v, slots, keys, values])
-
-
-def _quantise(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    if dtype != _FP8:
-        return x.to(dtype)
-    return (x.float() / scale).clamp(-448.0, 448.0).to(dtype)
-
-
 # --------------------------------------------------------------------------- the seam
 
 FLASHINFER = SimpleNamespace(
@@ -497,14 +443,13 @@ FLASHINFER = SimpleNamespace(
     silu_and_mul=silu_and_mul,
     gelu_tanh_and_mul=gelu_tanh_and_mul,
 )
-KERNELS = SimpleNamespace(rotate=rotate, write_kv=write_kv)
 
 
 @contextmanager
 def simulate(seed: int = 0) -> Iterator[Gpu]:
     """A simulated GPU, with FlashInfer and our kernels on it, for as long as the context lasts."""
     before = flashinfer_api.replace(
-        flashinfer_api.Library(FLASHINFER, KERNELS, frozenset(range(4, 257, 4)), frozenset(_FLOATS))
+        flashinfer_api.Library(FLASHINFER, kernels, frozenset(range(4, 257, 4)), frozenset(_FLOATS))
     )
     try:
         with simulate_gpu(seed) as gpu:

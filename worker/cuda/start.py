@@ -50,10 +50,6 @@ class _Start:
         self._kv_format = KvFormat(resolve_kv_dtype(options.kv_cache_dtype, self._dtype))
         self._page_bytes = config.kv_bytes_per_token(self._kv_format.dtype.itemsize) * options.page_size
         self._wanted_len = options.max_model_len or config.max_position_embeddings
-        # A mixture's layers ask the device which experts are in use: no graph can hold that.
-        self._with_graphs = not options.enforce_eager and not config.num_experts
-        if config.num_experts and not options.enforce_eager:
-            log.warning("a mixture of experts runs without CUDA graphs, as with --enforce-eager")
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._model: Model = load_model(options, self._dtype, self._wanted_len, progress)
 
@@ -123,7 +119,7 @@ class _Start:
             )
 
     def _capture(self, step: GpuStep) -> Graphs | None:
-        if not self._with_graphs:
+        if self._options.enforce_eager:
             return None
         decode = DecodeGraphs(step, self._stream, self._options.max_num_seqs)
         decode.capture(decode.sizes, self._progress)
@@ -172,7 +168,7 @@ class _Start:
     def _graph_bytes(self, step: GpuStep) -> int:
         """Bytes that all graphs will keep. Of decode, the largest one's memory serves all, and each adds what the
         second does."""
-        if not self._with_graphs:
+        if self._options.enforce_eager:
             return 0
         graphs = DecodeGraphs(step, self._stream, self._options.max_num_seqs)
         used = [used_memory()]

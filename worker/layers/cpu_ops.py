@@ -9,6 +9,8 @@ import torch
 
 from worker.layers import kernels
 from worker.layers.gemm import GemmRule
+from worker.layers.ops import Experts, Routes
+from worker.layers.plain_experts import PlainExperts
 
 PARALLEL_ELEMENTS = 100_000  # fewer are done before a second thread has woken up
 
@@ -72,11 +74,15 @@ class CpuOps:
         kernels.soft_cap(bits(x), np.float32(cap), bits(out))
         return out
 
-    def route(self, logits: torch.Tensor, count: int, renormalise: bool) -> torch.Tensor:
-        out = torch.zeros(logits.shape)
+    def route(self, logits: torch.Tensor, count: int, renormalise: bool) -> Routes:
+        chosen = torch.empty(logits.shape[0], count, dtype=torch.int32)
+        weights = torch.empty(logits.shape[0], count)
         self._share(logits)
-        kernels.route(bits(logits), count, renormalise, bits(out))
-        return out
+        kernels.route(bits(logits), renormalise, chosen.numpy(), bits(weights))
+        return Routes(chosen, weights)
+
+    def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
+        return PlainExperts(self, gate_up, down)
 
     def _share(self, x: torch.Tensor) -> None:
         """Choose how many threads the next kernel runs on; its result does not depend on it."""

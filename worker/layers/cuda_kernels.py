@@ -101,3 +101,149 @@ def write_kv(
         triton.next_power_of_2(size),
         keys.dtype != k.dtype,
     )
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _route(  # type: ignore[no-untyped-def]
+    logits,
+    chosen,
+    weights,
+    experts,
+    count: tl.constexpr,
+    renormalise: tl.constexpr,
+    width: tl.constexpr,
+    k: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, width)
+    inside = e < experts
+    values = tl.load(logits + row * experts + e, mask=inside, other=float("-inf"))
+    masses = tl.where(inside, tl.exp(values - tl.max(values, 0)), 0.0)
+    masses = masses / tl.sum(masses, 0)
+    values = tl.where(values == values, values, float("-inf"))  # NaN must not lead out of the row
+    place = tl.arange(0, k)
+    ids = tl.zeros([k], tl.int32)
+    kept = tl.zeros([k], tl.float32)
+    for choice in tl.static_range(count):
+        best = tl.argmax(values, 0)
+        ids = tl.where(place == choice, best, ids)
+        kept = tl.where(place == choice, tl.sum(tl.where(e == best, masses, 0.0), 0), kept)
+        values = tl.where(e == best, float("-inf"), values)
+    if renormalise:
+        kept = kept / tl.sum(kept, 0)
+    tl.store(chosen + row * count + place, ids, mask=place < count)
+    tl.store(weights + row * count + place, kept, mask=place < count)
+
+
+def route(logits: torch.Tensor, count: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of router logits [N, experts] float32: experts [N, count] int32 and weights float32, as `Ops.route`."""
+    rows, experts = logits.shape
+    chosen = torch.empty(rows, count, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(rows, count, dtype=torch.float32, device=logits.device)
+    width, k = triton.next_power_of_2(experts), triton.next_power_of_2(count)
+    _route[(rows,)](logits, chosen, weights, experts, count, renormalise, width, k)
+    return chosen, weights
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _grouped_product(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    ends,
+    order,
+    out,
+    x_row,
+    experts,
+    out_features,
+    in_features,
+    repeat,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    depth: tl.constexpr,
+    width: tl.constexpr,
+):
+    # Which expert's rows this tile has: all tiles of one expert, then all of the next.
+    tile = tl.program_id(0)
+    e = tl.arange(0, width)
+    end = tl.load(ends + e, mask=e < experts, other=0)
+    start = tl.load(ends + e - 1, mask=(e > 0) & (e < experts), other=0)
+    tiles = tl.where(e < experts, tl.cdiv(end - start, rows), 0)
+    behind = tl.cumsum(tiles, 0)
+    expert = tl.sum((behind <= tile).to(tl.int32), 0)
+    if expert >= experts:
+        return
+    mine = e == expert
+    first = tl.sum(tl.where(mine, start + (tile - behind + tiles) * rows, 0), 0)
+    at = first + tl.arange(0, rows)
+    inside = at < tl.sum(tl.where(mine, end, 0), 0)
+    pair = tl.load(order + at, mask=inside, other=0)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    real = column < out_features
+    i = tl.arange(0, depth)
+    a = x + (pair // repeat)[:, None] * x_row + i[None, :]
+    b = weight + expert.to(tl.int64) * out_features * in_features + column[None, :] * in_features + i[:, None]
+    total = tl.zeros([rows, columns], tl.float32)
+    for done in range(0, in_features, depth):
+        left = i < in_features - done
+        of_x = tl.load(a + done, mask=inside[:, None] & left[None, :], other=0.0)
+        of_weight = tl.load(b + done, mask=left[:, None] & real[None, :], other=0.0)
+        total = tl.dot(of_x, of_weight, total)
+    to = out + pair[:, None] * out_features + column[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=inside[:, None] & real[None, :])
+
+
+def grouped_product(
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, order: torch.Tensor, repeat: int, rows: int
+) -> torch.Tensor:
+    """out[pair] = x[pair // repeat] × weight[expert]ᵀ for the pairs of each expert: [P, out].
+
+    x [P / repeat, in], weight [experts, out, in]; `order` [P] int64 are the pairs sorted by expert, of which expert e
+    has those before ends[e] [experts] int32. Each is read and written in its own row; tiles are of `rows` rows.
+    """
+    pairs = len(order)
+    experts, out_features, in_features = weight.shape
+    out = torch.empty(pairs, out_features, dtype=x.dtype, device=x.device)
+    used = min(pairs, experts)
+    tiles = min(pairs, (pairs + used * (rows - 1)) // rows)  # at most, however pairs are spread
+    columns, depth = (64, 128) if rows == 16 else (128, 64)
+    _grouped_product[(tiles, triton.cdiv(out_features, columns))](
+        x,
+        weight,
+        ends,
+        order,
+        out,
+        x.stride(0),
+        experts,
+        out_features,
+        in_features,
+        repeat,
+        rows,
+        columns,
+        depth,
+        triton.next_power_of_2(experts),
+    )
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _weighted_sum(  # type: ignore[no-untyped-def]
+    parts, weights, out, size, count: tl.constexpr, width: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * width + tl.arange(0, width)
+    inside = i < size
+    total = tl.zeros([width], tl.float32)
+    for choice in tl.static_range(count):
+        pair = row * count + choice
+        total += tl.load(weights + pair) * tl.load(parts + pair * size + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + i, total, mask=inside)
+
+
+def weighted_sum(parts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Σ over a row's k of weights [N, k] × parts [N × k, size], in their order: [N, size] float32."""
+    rows, count = weights.shape
+    size = parts.shape[1]
+    out = torch.empty(rows, size, dtype=torch.float32, device=parts.device)
+    width = min(triton.next_power_of_2(size), 1024)
+    _weighted_sum[(rows, triton.cdiv(size, width))](parts, weights, out, size, count, width)
+    return out

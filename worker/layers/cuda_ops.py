@@ -1,11 +1,11 @@
 """Arithmetic of the cuda device: cuBLAS for matrix products, FlashInfer and Triton for what is fused, else torch."""
 
-from functools import reduce
-
 import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 
 from worker.attention.flashinfer_api import library
+from worker.layers.cuda_experts import GroupedExperts
+from worker.layers.ops import Experts, Routes
 
 ROWS = 128  # of a product under the law: at most the height of a tile, at which reading the weight still takes longest
 
@@ -75,10 +75,8 @@ class CudaOps:
     def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         return cap * torch.tanh(x / cap)
 
-    def route(self, logits: torch.Tensor, count: int, renormalise: bool) -> torch.Tensor:
-        probabilities = logits.softmax(-1)
-        chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-        weights = probabilities.gather(1, chosen)
-        if renormalise:  # one by one: in which order a GPU sums a row depends on how many there are
-            weights = weights / reduce(torch.add, weights.unbind(1))[:, None]
-        return torch.zeros_like(probabilities).scatter_(1, chosen, weights)
+    def route(self, logits: torch.Tensor, count: int, renormalise: bool) -> Routes:
+        return Routes(*self._kernels.route(logits, count, renormalise))
+
+    def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
+        return GroupedExperts(self, self._kernels, gate_up, down, deterministic=self._deterministic)

@@ -2,8 +2,7 @@
 
 import torch
 
-from worker.layers.mlp import GatedMLP
-from worker.layers.ops import Ops
+from worker.layers.ops import Experts, Ops, Routes
 from worker.layers.parameter import Parameter
 from worker.parallel import Group
 
@@ -25,16 +24,14 @@ class Router:
     def pack(self) -> None:
         self._weight = self._ops.pack(self._weight.float())
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [N, hidden] → [N, experts] float32, 0 for experts that a token does not use."""
+    def __call__(self, x: torch.Tensor) -> Routes:
+        """Of each row of x [N, hidden]."""
         return self._ops.route(self._ops.linear(x.float(), self._weight), self._count, self._renormalise)
 
 
 class Mixture:
-    """Σ weight × expert(x), SwiGLU MLPs, over the experts that the router chose.
+    """Σ weight × expert(x), SwiGLU MLPs, over the experts that the router chose; rounded once.
 
-    Each expert computes its tokens in one product, padded as `Ops.linear` wants, so that a token's part does not
-    depend on who else chose the expert. Parts are added in float32 in the order of the experts, and rounded once.
     Ranks share every expert's inner features: all route alike, and add up once.
     """
 
@@ -50,30 +47,30 @@ class Mixture:
         renormalise: bool,
         dtype: torch.dtype,
     ) -> None:
-        self._row_multiple = ops.row_multiple
+        self._ops = ops
         self._group = group
+        self._inner = group.share(inner)
         self.router = Router(ops, hidden, experts, count=count, renormalise=renormalise, dtype=dtype)
-        self.experts = [GatedMLP(ops, group, hidden, inner, ops.silu_mul, dtype=dtype) for _ in range(experts)]
+        self._gate_up = torch.empty(experts, 2 * self._inner.size, hidden, dtype=dtype)
+        self._down = torch.empty(experts, hidden, self._inner.size, dtype=dtype)
+        self._experts: Experts  # once packed
 
     def parameters(self, prefix: str) -> list[Parameter]:
         found = self.router.parameters(f"{prefix}.router")
-        for index, expert in enumerate(self.experts):
-            found += expert.parameters(f"{prefix}.experts.{index}")
+        inner = self._inner
+        for index, (gate_up, down) in enumerate(zip(self._gate_up, self._down, strict=True)):
+            name = f"{prefix}.experts.{index}"
+            found.append(Parameter(f"{name}.gate.weight", gate_up[: inner.size], share=inner))
+            found.append(Parameter(f"{name}.up.weight", gate_up[inner.size :], share=inner))
+            found.append(Parameter(f"{name}.down.weight", down, share=inner, dim=1))
         return found
 
     def pack(self) -> None:
+        """Once filled: put the weights into the layout of the device."""
         self.router.pack()
-        for expert in self.experts:
-            expert.pack()
+        self._experts = self._ops.experts(self._gate_up, self._down)
+        self._gate_up = self._down = torch.empty(0)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [N, hidden] → [N, hidden]."""
-        weights = self.router(x)
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for index in (weights != 0).any(0).nonzero().flatten().tolist():
-            weight = weights[:, index]
-            tokens = weight.nonzero().flatten()
-            count = len(tokens)
-            padded = torch.nn.functional.pad(tokens, (0, -count % self._row_multiple))  # with token 0 again
-            out[tokens] += weight[tokens].unsqueeze(1) * self.experts[index].partial(x[padded])[:count].float()
-        return self._group.sum(out).to(x.dtype)
+        return self._group.sum(self._experts(x, self.router(x))).to(x.dtype)

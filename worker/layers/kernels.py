@@ -126,29 +126,33 @@ def layer_norm(x: Any, weight: Any, bias: Any, eps: Any, out: Any) -> None:
 
 
 @kernel
-def route(logits: Any, count: Any, renormalise: Any, out: Any) -> None:
-    """out[n, e] = softmax(logits[n, e]) of the row's `count` largest, of equals the first; 0 elsewhere.
+def route(logits: Any, renormalise: Any, chosen: Any, weights: Any) -> None:
+    """chosen[n, k] = the row's k largest of logits[n, e], of equals the first; weights[n, k] = their softmax.
 
-    With `renormalise` those sum to 1. out must be zero. A NaN makes its whole row NaN.
+    With `renormalise` those sum to 1. A NaN makes all of its row's weights NaN.
     """
-    rows, experts = logits.shape
-    for row in prange(rows):
+    experts, count = logits.shape[1], chosen.shape[1]
+    for row in prange(logits.shape[0]):
         largest = MINUS_INFINITY
         for e in range(experts):
             largest = max(largest, logits[row, e])
         total = ZERO
         for e in range(experts):
             total += exp(logits[row, e] - largest)
-        chosen = ZERO
-        for _ in range(count):
+        kept = ZERO
+        for k in range(count):
             best = -1
             for e in range(experts):
-                if out[row, e] == ZERO and (best < 0 or logits[row, e] > logits[row, best]):
+                used = False
+                for before in range(k):
+                    used |= chosen[row, before] == e
+                if not used and (best < 0 or logits[row, e] > logits[row, best]):
                     best = e
-            out[row, best] = exp(logits[row, best] - largest) / total
-            chosen += out[row, best]
-        for e in range(experts):
+            chosen[row, k] = best
+            weights[row, k] = exp(logits[row, best] - largest) / total
+            kept += weights[row, k]
+        for k in range(count):
             if total != total:
-                out[row, e] = total
+                weights[row, k] = total
             elif renormalise:
-                out[row, e] /= chosen
+                weights[row, k] /= kept

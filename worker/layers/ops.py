@@ -1,8 +1,19 @@
 """The arithmetic that layers stand on; one implementation for each kind of device."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
+
+
+class Routes(NamedTuple):
+    """Which experts each of N tokens uses, no two alike, in an order that follows from its own row of logits."""
+
+    experts: torch.Tensor  # [N, k] int32
+    weights: torch.Tensor  # [N, k] float32
+
+
+Experts = Callable[[torch.Tensor, Routes], torch.Tensor]  # x [N, hidden] → [N, hidden] float32, see `Ops.experts`
 
 
 class Ops(Protocol):
@@ -41,9 +52,15 @@ class Ops(Protocol):
     def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         """cap × tanh(x / cap) of each element."""
 
-    def route(self, logits: torch.Tensor, count: int, renormalise: bool) -> torch.Tensor:
-        """Weights of experts, [N, experts] float32, from a router's logits of that shape and dtype.
+    def route(self, logits: torch.Tensor, count: int, renormalise: bool) -> Routes:
+        """The `count` most probable experts of each row of a router's logits [N, experts] float32; of equals the first.
 
-        The `count` most probable of each row (of equals the first) get their softmax probability, made to sum to 1
-        if `renormalise`; the others get 0.
+        They weigh their softmax probability, made to sum to 1 if `renormalise`.
+        """
+
+    def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
+        """Σ weight × down(silu(gate) × up) over the experts that each row uses, as a function of x and routes.
+
+        gate_up [experts, 2i, hidden] = gate | up and down [experts, hidden, i] may be freed. Each expert's result is
+        rounded to the dtype of x; they are added in float32, in an order that follows from the row alone.
         """

@@ -5,6 +5,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 
+from worker.layers.ops import Experts, Routes
+from worker.layers.plain_experts import PlainExperts
+
 
 class ReferenceOps:
     """Each row is a computation of its own, of the same shape every time; so the law holds by construction."""
@@ -49,15 +52,13 @@ class ReferenceOps:
     def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         return _by_row(lambda row: cap * torch.tanh(row / cap), x)
 
-    def route(self, logits: torch.Tensor, count: int, renormalise: bool) -> torch.Tensor:
-        def choose(row: torch.Tensor) -> torch.Tensor:
-            probabilities = row.softmax(-1)
-            chosen = row.sort(descending=True, stable=True).indices[:count]
-            kept = torch.zeros_like(row)
-            kept[chosen] = probabilities[chosen]
-            return kept / kept.sum() if renormalise else kept
+    def route(self, logits: torch.Tensor, count: int, renormalise: bool) -> Routes:
+        chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+        weights = _by_row(lambda row: row.softmax(-1), logits).gather(1, chosen)
+        return Routes(chosen.int(), _by_row(lambda row: row / row.sum(), weights) if renormalise else weights)
 
-        return _by_row(choose, logits)
+    def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
+        return PlainExperts(self, gate_up, down)
 
 
 def _by_row(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
