@@ -267,6 +267,7 @@ READY = make_plan(admits=(make_admit(0, [1, 2], [3]), make_admit(1, [1] * 6, [4,
         (make_plan(step=2, chunks=i32(0, 1, 1)), "prefills slot 0, which holds no ids to prefill"),
         (make_plan(step=2, chunks=i32(1, 3, 1)), "prefills 3 ids of slot 1 from position 4; it has 6 ids"),
         (make_plan(step=2, chunks=i32(1, 0, 0)), "prefills 0 ids of slot 1"),
+        (make_plan(step=2, chunks=i32(1, 1, 0, 1, 1, 1)), "prefills a slot twice"),
         (make_plan(step=2, chunks=i32(1, 1, 1)), "samples slot 1 at position 5 before the end of its 6 ids"),
     ],
 )

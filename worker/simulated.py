@@ -49,6 +49,7 @@ class SimulatedDevice:
             page_size=self.page_size,
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
+            lists_pages=False,
         )
         eos_ids = [i for i in options.manifest.eos_ids if i < self.vocab_size]
         self._words = np.setdiff1d(np.arange(self.vocab_size, dtype=np.int32), np.array(eos_ids, np.int32))

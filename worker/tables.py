@@ -22,15 +22,28 @@ class SlotTables:
     """Page tables, lengths and sampling parameters by slot.
 
     `max_slots` is the number of slots, `num_pages` that of the KV pool's pages, each of `page_size` tokens.
+    `lists_pages`: whether batches list their rows' pages in `kv_indices`. A device that keeps page tables of its own
+    makes that list itself, and gets an empty one.
     """
 
-    def __init__(self, *, max_slots: int, num_pages: int, page_size: int, max_model_len: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_slots: int,
+        num_pages: int,
+        page_size: int,
+        max_model_len: int,
+        vocab_size: int,
+        lists_pages: bool = True,
+    ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self.vocab_size = vocab_size
+        self._lists_pages = lists_pages
         # One page to spare: a row that has reached its end may hold the page of a token that never comes.
         width = -(-max_model_len // page_size) + 1
         self._pages = np.zeros((max_slots, width), np.int32)  # page ids, from position 0 on
+        self._flat_pages = self._pages.reshape(-1)
         self._page_counts = np.zeros(max_slots, np.int32)
         self._lengths = np.zeros(max_slots, np.int32)  # tokens whose K/V are written once the planned steps ran
         self._live = np.zeros(max_slots, np.bool_)
@@ -39,8 +52,7 @@ class SlotTables:
         self._stop_ids: dict[int, I32Array] = {}
         self._known_ids: dict[int, I32Array] = {}  # of slots with ids to prefill
         self._arange = np.arange(max_slots + 1, dtype=np.int32)
-        self._rows = self._start_decode(_NOTHING)  # the decode rows of the last plan
-        self._rows_sampling = self._sampling[:0]
+        self._forget_rows()
         # Of the last plan's appended pages: the place of each in its slot's page table.
         self.append_at = _NOTHING
 
@@ -50,8 +62,13 @@ class SlotTables:
         self._decodable[:] = False
         self._stop_ids.clear()
         self._known_ids.clear()
-        self._rows = self._start_decode(_NOTHING)
-        self._rows_sampling = self._sampling[:0]
+        self._forget_rows()
+
+    def _forget_rows(self) -> None:
+        self._slots = _NOTHING  # that decode, in row order
+        self._params = self._sampling[:0]  # theirs
+        self._steady: StepBatch | None = None  # the last batch, if it had these rows and no others
+        self._sampled = self._slots, self._params  # of the last batch
 
     def running_through(self, plan: StepPlan) -> bool:
         """Was a slot in use before the plan that stays in use after its releases?"""
@@ -67,33 +84,30 @@ class SlotTables:
             for row in plan.admits:
                 self._admit(row)
             self._append(plan)
-            decode = self._decode(plan)
-            return self._add_chunks(decode, column(plan.chunks)) if plan.chunks else decode
+            self._take_order(plan)
+            return self._mixed(column(plan.chunks).reshape(-1, 3)) if plan.chunks else self._decode()
         except PlanError as error:
             raise PlanError(f"plan {plan.step} of epoch {plan.epoch}: {error}") from None
 
     def sampling_rows(self, batch: StepBatch) -> SamplingRows:
         """Parameters of the sampled rows of the batch that was made last, in the order of `logit_tokens`."""
-        if len(batch.slots) == batch.decode_rows:
-            slots, params = batch.slots, self._rows_sampling
-        else:
-            rows = np.searchsorted(batch.qo_indptr, batch.logit_tokens, side="right") - 1
-            slots = batch.slots[rows]
-            params = self._sampling[slots]
-        positions = batch.positions[batch.logit_tokens] + np.int32(1)
-        stops = [(int(row), self._stop_ids[int(slots[row])]) for row in np.flatnonzero(positions < params["min_len"])]
+        slots, params = self._sampled
+        positions = batch.positions.take(batch.logit_tokens) + np.int32(1)
+        stops = [
+            (row, self._stop_ids[int(slots[row])]) for row in (positions < params["min_len"]).nonzero()[0].tolist()
+        ]
         return SamplingRows(slots, positions, params, stops)
 
     # ------------------------------------------------------------------ the fields of a plan
 
     def _check_slots(self, slots: I32Array, doing: str) -> None:
-        if len(slots) and not (slots.min() >= 0 and slots.max() < len(self._live) and self._live[slots].all()):
+        if _outside(slots, len(self._live)) or np.count_nonzero(self._live.take(slots)) < len(slots):
             inside = (slots >= 0) & (slots < len(self._live))
             bad = int(slots[~(inside & self._live[np.where(inside, slots, 0)])][0])
             raise PlanError(f"{doing} slot {bad}, which holds no request (slots are 0..{len(self._live) - 1})")
 
     def _check_pages(self, pages: I32Array) -> None:
-        if len(pages) and not (pages.min() >= 0 and pages.max() < self.num_pages):
+        if _outside(pages, self.num_pages):
             bad = int(pages[(pages < 0) | (pages >= self.num_pages)][0])
             raise PlanError(f"page {bad} is outside the pool 0..{self.num_pages - 1}")
 
@@ -115,7 +129,7 @@ class SlotTables:
             raise PlanError(f"admits to slot {slot}, which is in use")
         if not 0 <= row.start < len(ids):
             raise PlanError(f"admits slot {slot} with {row.start} of {len(ids)} ids cached: one must be computed")
-        if ids.min() < 0 or ids.max() >= self.vocab_size:
+        if _outside(ids, self.vocab_size):
             raise PlanError(f"admits slot {slot} with a token id outside 0..{self.vocab_size - 1}")
         if row.start > len(pages) * self.page_size:
             raise PlanError(f"admits slot {slot} with {row.start} ids cached in {len(pages)} pages")
@@ -129,7 +143,9 @@ class SlotTables:
         self._known_ids[slot] = ids
         # An id that the model does not have cannot be sampled, so masking it means nothing.
         stop_ids = column(row.stop_ids)
-        self._stop_ids[slot] = stop_ids[(stop_ids >= 0) & (stop_ids < self.vocab_size)]
+        if _outside(stop_ids, self.vocab_size):
+            stop_ids = stop_ids[(stop_ids >= 0) & (stop_ids < self.vocab_size)]
+        self._stop_ids[slot] = stop_ids
         s = row.sampling
         self._sampling[slot] = (s.temperature, s.top_k, s.top_p, s.min_p, s.seed, s.logprobs, row.min_len)
 
@@ -146,75 +162,67 @@ class SlotTables:
         self._check_pages(pages)
         order = _rank_among_equals(slots)
         at = self._page_counts[slots] + order
-        if at.max() >= self._pages.shape[1]:
+        if _outside(at, self._pages.shape[1]):
             raise PlanError(f"appends more than {self._pages.shape[1]} pages to slot {int(slots[at.argmax()])}")
-        self._pages[slots, at] = pages
+        self._flat_pages[self._first_page(slots) + at] = pages
         self.append_at = at
-        np.add.at(self._page_counts, slots, 1)
+        # Of equal slots the last one has the highest count, and numpy assigns in order.
+        self._page_counts[slots] = at + np.int32(1)
 
-    def _decode(self, plan: StepPlan) -> StepBatch:
+    def _take_order(self, plan: StepPlan) -> None:
+        """Which slots decode, in row order."""
         if plan.decode_slots is None:
             if len(plan.released) or plan.admits:
-                self._check_still_decoding(self._rows.slots)
-            self._rows = self._next_decode(self._rows)
-        else:
-            slots = column(plan.decode_slots).copy()  # of a read-only column, which torch would warn of
-            self._check_slots(slots, "decodes")
-            chosen = np.zeros(len(self._live), np.bool_)  # ten times as fast as np.unique
-            chosen[slots] = True
-            if np.count_nonzero(chosen) != len(slots):
-                raise PlanError("decodes a slot twice")
-            self._rows = self._start_decode(slots)
-            self._rows_sampling = self._sampling[slots]
-        self._lengths[self._rows.slots] += 1
-        return self._rows
+                self._check_decodable(self._slots, "goes on decoding", "was released")
+            return
+        slots = column(plan.decode_slots).copy()  # of a read-only column, which torch would warn of
+        self._check_slots(slots, "decodes")
+        self._check_decodable(slots, "decodes", "has ids left to prefill or never sampled")
+        chosen = np.zeros(len(self._live), np.bool_)  # ten times as fast as np.unique
+        chosen[slots] = True
+        if np.count_nonzero(chosen) != len(slots):
+            raise PlanError("decodes a slot twice")
+        self._slots, self._params, self._steady = slots, self._sampling.take(slots), None
 
-    def _check_still_decoding(self, slots: I32Array) -> None:
-        if not self._decodable[slots].all():
-            raise PlanError(f"goes on decoding slot {int(slots[~self._decodable[slots]][0])}, which was released")
+    def _check_decodable(self, slots: I32Array, doing: str, because: str) -> None:
+        decodable = self._decodable.take(slots)
+        if np.count_nonzero(decodable) < len(slots):
+            raise PlanError(f"{doing} slot {int(slots[decodable.argmin()])}, which {because}")
 
     # ------------------------------------------------------------------ rows
 
-    def _start_decode(self, slots: I32Array) -> StepBatch:
-        """Decode rows of a new list of slots, at their present lengths."""
-        count = len(slots)
-        if not self._decodable[slots].all():
-            bad = int(slots[~self._decodable[slots]][0])
-            raise PlanError(f"decodes slot {bad}, which has ids left to prefill or never sampled")
-        positions = self._lengths[slots]
-        page_index, offset = np.divmod(positions, self.page_size)
-        pages = self._pages_at(slots, positions, page_index)
-        indptr = np.zeros(count + 1, np.int32)
-        np.cumsum(page_index + 1, out=indptr[1:])
-        return StepBatch(
-            token_ids=np.zeros(count, np.int32),
-            positions=positions,
-            kv_slots=pages * np.int32(self.page_size) + offset,
-            qo_indptr=self._arange[: count + 1],
-            kv_indptr=indptr,
-            kv_indices=self._gather_pages(slots, page_index + 1, indptr),
-            last_page_len=offset + np.int32(1),
-            slots=slots,
-            decode_rows=count,
-            logit_tokens=self._arange[:count],
-        )
+    def _decode(self) -> StepBatch:
+        """One more token of each row."""
+        slots, before = self._slots, self._steady
+        self._sampled = slots, self._params
+        if before is not None:
+            self._steady = batch = self._next(before)
+        else:
+            ones = self._arange[: len(slots) + 1]
+            positions = self._lengths.take(slots)
+            self._check_room(slots, positions, positions // self.page_size)
+            token_ids = np.zeros(len(slots), np.int32)
+            self._steady = batch = self._build(slots, token_ids, positions, self._first_page(slots), ones, ones[:-1])
+        self._lengths[slots] = batch.positions + np.int32(1)
+        return batch
 
-    def _next_decode(self, before: StepBatch) -> StepBatch:
+    def _next(self, before: StepBatch) -> StepBatch:
         """The same rows one token on. Only rows that enter a page are looked at one by one."""
         positions = before.positions + np.int32(1)
         kv_slots = before.kv_slots + np.int32(1)
         last_page_len = before.last_page_len + np.int32(1)
         kv_indptr, kv_indices = before.kv_indptr, before.kv_indices
-        entering = np.flatnonzero(last_page_len > self.page_size)
+        entering = (last_page_len > self.page_size).nonzero()[0]
         if len(entering):
-            slots, at = before.slots[entering], positions[entering]
-            pages = self._pages_at(slots, at, at // self.page_size)
-            kv_slots[entering] = pages * np.int32(self.page_size)
+            slots = before.slots.take(entering)
+            page_index = positions.take(entering) // self.page_size
+            self._check_room(slots, positions.take(entering), page_index)
+            kv_slots[entering] = self._flat_pages.take(self._first_page(slots) + page_index) * np.int32(self.page_size)
             last_page_len[entering] = 1
-            kv_indices = np.insert(kv_indices, kv_indptr[entering + 1], pages)
             entered = np.zeros(len(kv_indptr), np.int32)
             entered[entering + 1] = 1
-            kv_indptr = kv_indptr + np.cumsum(entered, dtype=np.int32)
+            kv_indptr = kv_indptr + entered.cumsum(dtype=np.int32)
+            kv_indices = self._list_pages(before.slots, kv_indptr)
         return StepBatch(
             token_ids=np.zeros(before.decode_rows, np.int32),
             positions=positions,
@@ -228,56 +236,80 @@ class SlotTables:
             logit_tokens=before.logit_tokens,
         )
 
-    def _pages_at(self, slots: I32Array, positions: I32Array, page_index: I32Array) -> I32Array:
-        """The page that holds each slot's position."""
-        missing = page_index >= self._page_counts[slots]
-        if missing.any():
-            row = int(missing.argmax())
-            raise PlanError(f"decodes slot {int(slots[row])} at position {int(positions[row])}, which has no page")
-        return self._pages[slots, page_index]
-
-    def _gather_pages(self, slots: I32Array, counts: npt.NDArray[np.int32], indptr: I32Array) -> I32Array:
-        """The first `counts` pages of each slot, one slot after another; `indptr` says where each begins."""
-        first = slots * np.intp(self._pages.shape[1]) - indptr[:-1]
-        pages: I32Array = self._pages.ravel()[np.repeat(first, counts) + np.arange(indptr[-1])]
-        return pages
-
-    def _add_chunks(self, decode: StepBatch, chunks: I32Array) -> StepBatch:
-        token_ids, positions, kv_slots, kv_indices = [decode.token_ids], [decode.positions], [decode.kv_slots], []
-        counts, page_counts, last_page_lens, slots, logit_tokens = [], [], [], [], []
-        total = len(decode.token_ids)
-        for slot, count, sample in chunks.reshape(-1, 3).tolist():
-            start, ids = self._take_chunk(slot, count, bool(sample))
-            position = np.arange(start, start + count, dtype=np.int32)
-            page_index, offset = np.divmod(position, self.page_size)
-            pages = self._pages[slot]
-            token_ids.append(ids)
-            positions.append(position)
-            kv_slots.append(pages[page_index] * np.int32(self.page_size) + offset)
-            used = int(page_index[-1]) + 1
-            kv_indices.append(pages[:used].copy())
-            counts.append(count)
-            page_counts.append(used)
-            last_page_lens.append(int(offset[-1]) + 1)
-            slots.append(slot)
-            total += count
-            if sample:
-                logit_tokens.append(total - 1)
-        return StepBatch(
-            token_ids=np.concatenate(token_ids),
-            positions=np.concatenate(positions),
-            kv_slots=np.concatenate(kv_slots),
-            qo_indptr=_extend_indptr(decode.qo_indptr, counts),
-            kv_indptr=_extend_indptr(decode.kv_indptr, page_counts),
-            kv_indices=np.concatenate([decode.kv_indices, *kv_indices]),
-            last_page_len=_extend(decode.last_page_len, last_page_lens),
-            slots=_extend(decode.slots, slots),
-            decode_rows=decode.decode_rows,
-            logit_tokens=_extend(decode.logit_tokens, logit_tokens),
+    def _mixed(self, chunks: npt.NDArray[np.int32]) -> StepBatch:
+        """Decode rows and, behind them, chunks [n, 3] of slot, count and whether it samples."""
+        decodes = len(self._slots)
+        decoding = self._lengths.take(self._slots)
+        self._check_room(self._slots, decoding, decoding // self.page_size)
+        if len(set(chunks[:, 0].tolist())) < len(chunks):
+            raise PlanError("prefills a slot twice")
+        slots = np.concatenate([self._slots, chunks[:, 0]])
+        token_ids = np.concatenate([np.zeros(decodes, np.int32), *[self._take_chunk(*c) for c in chunks.tolist()]])
+        qo_indptr = np.arange(len(slots) + 1, dtype=np.int32)
+        qo_indptr[decodes + 1 :] = decodes + chunks[:, 1].cumsum()
+        # A token's position is its row's start and as many as stand before it in the row.
+        starts: I32Array = self._lengths.take(slots)
+        counts = qo_indptr[1:] - qo_indptr[:-1]
+        offsets: I32Array = starts - qo_indptr[:-1]
+        positions = offsets.repeat(counts) + np.arange(len(token_ids), dtype=np.int32)
+        sampled = np.concatenate([self._arange[:decodes], decodes + chunks[:, 2].nonzero()[0].astype(np.int32)])
+        self._sampled = slots.take(sampled), self._sampling.take(slots.take(sampled))
+        self._lengths[slots] = starts + counts
+        self._steady = None
+        first_page = self._first_page(slots).repeat(counts)
+        return self._build(
+            slots, token_ids, positions, first_page, qo_indptr, qo_indptr.take(sampled + 1) - np.int32(1)
         )
 
-    def _take_chunk(self, slot: int, count: int, sample: bool) -> tuple[int, I32Array]:
-        """Advance a slot over its next `count` ids. Returns their first position and the ids."""
+    def _build(
+        self,
+        slots: I32Array,
+        token_ids: I32Array,
+        positions: I32Array,
+        first_page: npt.NDArray[np.intp],
+        qo_indptr: I32Array,
+        logit_tokens: I32Array,
+    ) -> StepBatch:
+        """The metadata of rows whose tokens are given; `first_page` [T]: where the table of a token's slot begins."""
+        page_index = positions // self.page_size
+        pages = self._flat_pages.take(first_page + page_index)
+        last = qo_indptr[1:] - np.int32(1)
+        last_position, used = positions.take(last), page_index.take(last) + np.int32(1)
+        kv_indptr = np.zeros(len(qo_indptr), np.int32)
+        used.cumsum(out=kv_indptr[1:])
+        return StepBatch(
+            token_ids=token_ids,
+            positions=positions,
+            # page × size + position % size, without the slow remainder
+            kv_slots=(pages - page_index) * np.int32(self.page_size) + positions,
+            qo_indptr=qo_indptr,
+            kv_indptr=kv_indptr,
+            kv_indices=self._list_pages(slots, kv_indptr),
+            last_page_len=last_position + np.int32(1) - (used - np.int32(1)) * np.int32(self.page_size),
+            slots=slots,
+            decode_rows=len(self._slots),
+            logit_tokens=logit_tokens,
+        )
+
+    def _first_page(self, slots: I32Array) -> npt.NDArray[np.intp]:
+        """Where the page tables of slots begin in `_flat_pages`."""
+        return slots.astype(np.intp) * self._pages.shape[1]
+
+    def _list_pages(self, slots: I32Array, kv_indptr: I32Array) -> I32Array:
+        """The pages of each slot, one slot after another, as many as `kv_indptr` has room for."""
+        if not self._lists_pages:
+            return np.zeros(0, np.int32)  # a new one: that it is the same says that the pages are (`GpuStep`)
+        first = (self._first_page(slots) - kv_indptr[:-1]).repeat(np.diff(kv_indptr))
+        return self._flat_pages.take(first + np.arange(kv_indptr[-1]))
+
+    def _check_room(self, slots: I32Array, positions: I32Array, page_index: I32Array) -> None:
+        lacking = page_index >= self._page_counts.take(slots)
+        if np.count_nonzero(lacking):
+            row = int(lacking.argmax())
+            raise PlanError(f"decodes slot {int(slots[row])} at position {int(positions[row])}, which has no page")
+
+    def _take_chunk(self, slot: int, count: int, sample: int) -> I32Array:
+        """The next `count` ids of a slot."""
         ids = self._known_ids.get(slot)
         if ids is None:
             raise PlanError(f"prefills slot {slot}, which holds no ids to prefill")
@@ -289,11 +321,15 @@ class SlotTables:
             raise PlanError(f"samples slot {slot} at position {end} before the end of its {len(ids)} ids")
         if end > int(self._page_counts[slot]) * self.page_size:
             raise PlanError(f"prefills slot {slot} up to position {end}; it has {int(self._page_counts[slot])} pages")
-        self._lengths[slot] = end
         if end == len(ids):
             del self._known_ids[slot]
-            self._decodable[slot] = sample
-        return start, ids[start:end]
+            self._decodable[slot] = bool(sample)
+        return ids[start:end]
+
+
+def _outside(values: I32Array, limit: int) -> bool:
+    """Whether some value is not in 0..limit - 1. As an unsigned number a negative one is large: one look is enough."""
+    return len(values) > 0 and int(np.maximum.reduce(values.view(np.uint32))) >= limit
 
 
 def _rank_among_equals(slots: I32Array) -> I32Array:

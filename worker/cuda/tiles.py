@@ -41,7 +41,7 @@ def cut_chunks(batch: StepBatch, most: int, page_size: int) -> StepBatch:
         kv_slots=batch.kv_slots,
         qo_indptr=np.concatenate([[0], ends]).astype(np.int32),
         kv_indptr=kv_indptr,
-        kv_indices=batch.kv_indices[index],
+        kv_indices=batch.kv_indices[index] if len(batch.kv_indices) else batch.kv_indices,
         last_page_len=((lengths - 1) % page_size + 1).astype(np.int32),
         slots=batch.slots[row],
         decode_rows=batch.decode_rows,
