@@ -250,8 +250,8 @@ class SlotTables:
         # A token's position is its row's start and as many as stand before it in the row.
         starts: I32Array = self._lengths.take(slots)
         counts = qo_indptr[1:] - qo_indptr[:-1]
-        offsets: I32Array = starts - qo_indptr[:-1]
-        positions = offsets.repeat(counts) + np.arange(len(token_ids), dtype=np.int32)
+        positions = np.arange(len(token_ids), dtype=np.int32)
+        positions += (starts - qo_indptr[:-1]).repeat(counts)
         sampled = np.concatenate([self._arange[:decodes], decodes + chunks[:, 2].nonzero()[0].astype(np.int32)])
         self._sampled = slots.take(sampled), self._sampling.take(slots.take(sampled))
         self._lengths[slots] = starts + counts
