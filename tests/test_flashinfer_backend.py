@@ -239,6 +239,12 @@ def test_ops_are_the_references(dtype: torch.dtype) -> None:
         check(ops.rms_norm(there["x"], there["w"], 1e-5), reference.rms_norm(x, weight, 1e-5))
         wider = weight.float() + 1e-3  # as Gemma's norms keep it, beside activations in bfloat16
         check(ops.rms_norm(there["x"], wider.to("cuda"), 1e-5), reference.rms_norm(x, wider, 1e-5))
+        delta = random(5, 16)
+        for norm in (weight, wider):
+            added, normed = ops.add_rms_norm(x.to("cuda"), delta.to("cuda"), norm.to("cuda"), 1e-5)
+            expected_sum, expected_norm = reference.add_rms_norm(x, delta, norm, 1e-5)
+            assert torch.equal(gpu.peek(added), expected_sum)
+            check(normed, expected_norm)
         check(ops.silu_mul(there["wide"]), reference.silu_mul(wide))
         check(ops.gelu_mul(there["wide"]), reference.gelu_mul(wide))
         check(ops.gelu(there["x"]), reference.gelu(x))

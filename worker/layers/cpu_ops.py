@@ -40,6 +40,12 @@ class CpuOps:
         kernels.rms_norm(bits(x), bits(weight), np.float32(eps), bits(out))
         return out
 
+    def add_rms_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x + delta
+        return x, self.rms_norm(x, weight, eps)
+
     def rotate(self, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         self._share(x)
         kernels.rotate(bits(x), positions.numpy(), cos.numpy(), sin.numpy())

@@ -53,6 +53,15 @@ class CudaOps:
         normed: torch.Tensor = self._flashinfer.rmsnorm(x, weight, eps)
         return normed
 
+    def add_rms_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if weight.dtype != x.dtype:
+            x = x + delta
+            return x, self.rms_norm(x, weight, eps)
+        self._flashinfer.fused_add_rmsnorm(delta, x, weight, eps)  # the sum into x, its norm into delta
+        return x, delta
+
     def rotate(self, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         self._kernels.rotate(x, positions, cos, sin)
 

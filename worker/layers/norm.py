@@ -27,6 +27,12 @@ class RMSNorm:
         """x [..., size], returned in the same shape and dtype."""
         return self._ops.rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
 
+    def add(self, x: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + delta (None = 0) and its norm, all [N, size]; x and delta must not be used again."""
+        if delta is None:
+            return x, self(x)
+        return self._ops.add_rms_norm(x, delta, self.weight, self.eps)
+
 
 class LayerNorm:
     """Layer normalisation (Ba et al. 2016) with weight and bias, over the last dimension."""

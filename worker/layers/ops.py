@@ -34,6 +34,14 @@ class Ops(Protocol):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / √(mean(x²) + eps) × weight over the last dimension (Zhang & Sennrich 2019)."""
 
+    def add_rms_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + delta, and its `rms_norm`; where the sum is rounded, maybe of the exact one.
+
+        x and delta may be overwritten and must not be used again.
+        """
+
     def rotate(self, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Rotate x [N, heads, d] in place by cos, sin [max_position, d/2] float32; positions [T ≤ N] int32."""
 

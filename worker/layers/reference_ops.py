@@ -23,6 +23,12 @@ class ReferenceOps:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return _by_row(lambda row: row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + eps) * weight.float(), x)
 
+    def add_rms_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x + delta
+        return x, self.rms_norm(x, weight, eps)
+
     def rotate(self, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         for row, position in zip(x, positions.tolist(), strict=False):
             a, b = row.float().chunk(2, dim=-1)

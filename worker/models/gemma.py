@@ -52,10 +52,18 @@ class Layer:
         self.mlp.pack()
 
     def __call__(
-        self, x: torch.Tensor, positions: torch.Tensor, rope: Rope, attention: AttentionBackend
-    ) -> torch.Tensor:
-        x = x + self.attention_post_norm(self.attention(self.attention_norm(x), positions, rope, attention))
-        return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        positions: torch.Tensor,
+        rope: Rope,
+        attention: AttentionBackend,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The block's input is x + delta (None = 0), its output the sum of what is returned: the next norm adds up."""
+        x, normed = self.attention_norm.add(x, delta)
+        attended = self.attention_post_norm(self.attention(normed, positions, rope, attention))
+        x, normed = self.mlp_norm.add(x, attended)
+        return x, self.mlp_post_norm(self.mlp(normed))
 
 
 class Gemma:
@@ -115,10 +123,10 @@ class Gemma:
         self.head.pack(self.embedding.weight)
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
-        x = self.embedding(ids) * self._embedding_scale
+        x, delta = self.embedding(ids) * self._embedding_scale, None
         for layer in self.layers:
-            x = layer(x, positions, self.windowed_rope if layer.windowed else self.rope, attention)
-        return x
+            x, delta = layer(x, delta, positions, self.windowed_rope if layer.windowed else self.rope, attention)
+        return x if delta is None else x + delta
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.head(self.norm(hidden))

@@ -147,10 +147,17 @@ class Layer:
         self.mlp.pack()
 
     def __call__(
-        self, x: torch.Tensor, positions: torch.Tensor, rope: Rope, attention: AttentionBackend
-    ) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), positions, rope, attention)
-        return x + self.mlp(self.mlp_norm(x))
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        positions: torch.Tensor,
+        rope: Rope,
+        attention: AttentionBackend,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The block's input is x + delta (None = 0), its output the sum of what is returned: the next norm adds up."""
+        x, normed = self.attention_norm.add(x, delta)
+        x, normed = self.mlp_norm.add(x, self.attention(normed, positions, rope, attention))
+        return x, self.mlp(normed)
 
 
 class Llama:
@@ -197,10 +204,10 @@ class Llama:
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         """ids [N], positions [T ≤ N] int32 → hidden states [N, hidden] before the last norm."""
-        x = self.embedding(ids)
+        x, delta = self.embedding(ids), None
         for layer in self.layers:
-            x = layer(x, positions, self.rope, attention)
-        return x
+            x, delta = layer(x, delta, positions, self.rope, attention)
+        return x if delta is None else x + delta
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, hidden] → [N, vocab] float32."""
