@@ -117,6 +117,7 @@ class CudaDevice:
             page_size=sizes.page_size,
             max_model_len=sizes.max_model_len,
             vocab_size=sizes.vocab_size,
+            lists_pages=False,
         )
         self._tile_tokens = sizes.tile_tokens
         self._pages_per_slot = step.state.pages.shape[1]
