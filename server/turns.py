@@ -1,10 +1,15 @@
 """Thousands of handlers on one loop: few of them work in each of its turns, so that others' work comes between."""
 
 import asyncio
+import time
 from collections import deque
 
 # Each costs about a tenth of a millisecond. A health probe, as any call, needs some ten turns of the loop.
 _HANDLERS_A_TURN = 8
+# While there is more to do, the loop's thread sleeps a moment now and then. grpc's own threads read the sockets; the
+# kernel lets them wait for tens of milliseconds behind a thread that never sleeps, on a machine with few CPUs.
+_BUSY_SECONDS = 0.001
+_NAP_SECONDS = 0.00005
 
 
 class Turns:
@@ -13,6 +18,7 @@ class Turns:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._napped = 0.0
 
     def place(self) -> "Place":
         """For one handler."""
@@ -27,10 +33,13 @@ class Turns:
     def _let_in(self) -> None:
         for _ in range(min(len(self._waiting), _HANDLERS_A_TURN)):
             future = self._waiting.popleft()
-            if not future.done():  # its handler was cancelled
+            if not future.done():  # otherwise its handler was cancelled
                 future.set_result(None)
         if self._waiting:
             self._loop.call_soon(self._let_in)
+            if time.monotonic() - self._napped > _BUSY_SECONDS:
+                time.sleep(_NAP_SECONDS)
+                self._napped = time.monotonic()
 
 
 class Place:
