@@ -1,9 +1,9 @@
 """The scheduler's process: its inbox's messages into `Scheduler`, plans and messages out of it."""
 
-import gc
 import time
 from collections import deque
 
+from engine.runtime.garbage import tame_gc
 from engine.runtime.stage import Stage, is_ready
 from proto.channel import Address
 from proto.config import SchedulerOptions
@@ -12,18 +12,10 @@ from proto.messages import Message, StageInfo, StepPlan, StepResult, WorkerFacts
 from scheduler.core import Scheduler
 
 _SMOOTHING = 1 / 64
-_GC_THRESHOLD = 100_000
 
 
 class WorkerLostError(RuntimeError):
     """The worker that this scheduler planned for is gone, and its pages with it."""
-
-
-def tame_gc() -> None:
-    """Nothing here makes reference cycles: let the collector look seldom, and never at what was imported."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_GC_THRESHOLD)
 
 
 class SchedulerLoop:

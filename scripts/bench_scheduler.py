@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import msgspec
 import numpy as np
 
+from engine.runtime.garbage import tame_gc
 from proto.config import SchedulerOptions
 from proto.messages import Admit, Message, Sampling, StepPlan, StepResult, WorkClass, WorkerFacts, column
 from scheduler.core import Scheduler
-from scheduler.loop import tame_gc
 from scripts.scheduler_trace import MAX_MODEL_LEN, PAGE_SIZE, VOCAB, WARM_STEPS, Trace, num_pages
 
 MIN_STEPS = 40

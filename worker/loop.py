@@ -3,6 +3,7 @@
 import sys
 from collections import deque
 
+from engine.runtime.garbage import tame_gc
 from engine.runtime.stage import Stage
 from proto.channel import Address
 from proto.config import WorkerOptions
@@ -22,6 +23,7 @@ class WorkerLoop:
     """Implements `engine.runtime.stage.Handler`."""
 
     def __init__(self, stage: Stage, device: Device, followers: Followers) -> None:
+        tame_gc()
         sys.setswitchinterval(_SWITCH_INTERVAL)
         self._stage = stage
         self._device = device

@@ -58,8 +58,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     host.add_argument("--batch", type=_counts, default=[1, 32, 256], metavar="N,…", help="rows (default: 1,32,256)")
     host.add_argument("--depth", type=_counts, default=[1, 2, 3], metavar="N,…", help="pipeline depths (1,2,3)")
     host.add_argument("--seconds", type=_positive, default=4.0, metavar="S", help="to measure each (%(default)g)")
-    host.add_argument("--prompt-tokens", type=_count, default=128, metavar="N", help="of a request (%(default)s)")
-    host.add_argument("--output-tokens", type=_count, default=512, metavar="N", help="of a request (%(default)s)")
+    host.add_argument("--prompt-tokens", type=_count, default=512, metavar="N", help="of a request (%(default)s)")
+    host.add_argument("--output-tokens", type=_count, default=256, metavar="N", help="of a request (%(default)s)")
     host.add_argument("-o", dest="output", type=Path, metavar="FILE", help="write the result as JSON")
 
 
