@@ -102,7 +102,8 @@ def simulated(run_dir: Path) -> Iterator[Surroundings]:
 def test_simulated_worker_answers_at_the_pace_of_its_device(simulated: Surroundings) -> None:
     """Two plans in flight, as a scheduler keeps them: steps of 4 ms, none answered early.
 
-    That late sleeps do not add up is shown on a clock of its own, in test_worker_simulated: here others may have the CPU.
+    That late sleeps do not add up is shown on a clock of its own, in test_worker_simulated. Here others may take
+    the CPU.
     """
     facts = simulated.facts()
     assert (facts.num_pages, facts.page_size, facts.device) == (64, 4, "sim:h200,launch=4e-3")
