@@ -17,7 +17,9 @@ _VALUES = {"item", "tolist", "cpu", "numpy", "equal", "is_nonzero", "allclose"}
 _SHAPES = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "repeat_interleave"}
 _COPIES = {"tensor", "as_tensor", "asarray", "from_numpy", "pin_memory", "multinomial"}
 _WAITS = {"synchronize", "wait", "query", "mem_get_info", "empty_cache", "elapsed_time"}
-CALLS = frozenset(_VALUES | _SHAPES | _COPIES | _WAITS)
+_RANKS = {"minimum", "agree", "check_same", "barrier", "broadcast_object_list"}  # wait for other ranks' hosts
+CALLS = frozenset(_VALUES | _SHAPES | _COPIES | _WAITS | _RANKS)
+_ARRAYS = frozenset({"np.minimum", "torch.minimum", "tl.minimum"})
 CONVERSIONS = frozenset({"int", "float", "bool"})  # of a device tensor these wait too
 LAYERS = ("embedding", "experts", "linear", "mlp", "norm", "rope")  # on whatever device
 ROW = re.compile(r"^\| `(?P<file>[^`]+)` \| `(?P<function>[^`]+)` \| `(?P<call>[^`]+)` \| (?P<reason>.+) \|$")
@@ -52,7 +54,7 @@ def spelled(node: ast.Call) -> str:
     if any(keyword.arg == "pin_memory" for keyword in node.keywords):
         return "pin_memory=True"
     if isinstance(function, ast.Attribute):
-        if function.attr in CALLS:
+        if function.attr in CALLS and ast.unparse(function) not in _ARRAYS:
             return f".{function.attr}()"
         if function.attr == "to" and any(isinstance(a, ast.Constant) and a.value == "cpu" for a in node.args):
             return '.to("cpu")'
@@ -107,6 +109,9 @@ def test_every_touch_is_listed_with_its_reason_and_no_row_is_left_over() -> None
         "torch.empty(1, pin_memory=True)",
         "int(ids[0])",
         "x = [float(v) for v in logits]",
+        "self._group.minimum(pages)",
+        'group.check_same((1, 2), "a plan")',
+        "dist.barrier()",
     ],
 )
 def test_the_check_sees(code: str) -> None:
@@ -116,7 +121,8 @@ def test_the_check_sees(code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "code", ["a.copy_(b, non_blocking=True)", "event.record()", "np.concatenate(a)", 'x.to("cuda")']
+    "code",
+    ["a.copy_(b, non_blocking=True)", "event.record()", "np.minimum(a, b)", 'x.to("cuda")', "dist.all_reduce(x)"],
 )
 def test_the_check_lets_pass(code: str) -> None:
     finder = Finder()

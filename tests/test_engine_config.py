@@ -31,6 +31,11 @@ def parse_words(words: list[str]) -> ServeConfig:
     return serve.config_of(parser.parse_args(["serve", "--model", "demo", *words]))
 
 
+def test_ranks_may_be_gpus() -> None:
+    config = parse("--tensor-parallel-size 4 --device cuda")
+    assert (config.tensor_parallel_size, config.device) == (4, "cuda")
+
+
 def options(config: ServeConfig, kind: StageKind) -> object:
     around = Surroundings(MANIFEST, port=50099, run_dir="/run/q", death_fd=9, supervisor_incarnation=1)
     return options_of(stage_config(config, around, Address(kind, 0), incarnation=5))
@@ -42,7 +47,7 @@ def options(config: ServeConfig, kind: StageKind) -> object:
         (["--tensor-parallel-size", "0"], "argument --tensor-parallel-size: 0 is outside 1..64"),
         (
             ["--tensor-parallel-size", "2", "--device", "sim:h200"],
-            "argument --tensor-parallel-size: 2 ranks need --device cpu or reference; --device is sim:h200",
+            "argument --tensor-parallel-size: 2 ranks need --device cpu, reference or cuda; --device is sim:h200",
         ),
         (["--pipeline-parallel-size", "4"], "argument --pipeline-parallel-size: 4 is not built yet; supported: 1"),
         (["--data-parallel-size", "2"], "argument --data-parallel-size: 2 is not built yet; supported: 1"),

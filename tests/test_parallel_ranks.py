@@ -1,6 +1,8 @@
 """The loops of rank 0 and of the others, over devices that only remember."""
 
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,6 +13,7 @@ from proto.ids import StageKind
 from proto.messages import Message, Reset, StepPlan, Stop
 from tests.test_worker_tables import make_plan
 from worker import ranks
+from worker.device import Deferred
 from worker.parallel import PeerLostError
 from worker.ranks import FollowerLoop, Followers
 
@@ -19,11 +22,13 @@ class FakeDevice:
     def __init__(self) -> None:
         self.done: list[object] = []
         self.lost = False
+        self.late: Callable[[], Any] | None = None  # how a step is waited for
 
-    def launch(self, plan: StepPlan) -> None:
+    def launch(self, plan: StepPlan) -> Deferred | None:
         if self.lost:
             raise PeerLostError("rank 0 is gone")
         self.done.append(plan.step)
+        return None if self.late is None else Deferred(self.late)
 
     def reset(self, epoch: int) -> None:
         self.done.append(f"reset {epoch}")
@@ -95,6 +100,24 @@ def test_a_follower_never_skips_what_rank_0_launched_before_a_reset() -> None:
     waits = [loop.step(0) for _ in range(5)]
     assert device.done == [1, 2, "reset 2", 1]
     assert waits == [0.0, 0.0, 0.0, None, None]
+
+
+def test_a_follower_waits_for_late_steps_beside_its_launches() -> None:
+    """As rank 0's output thread does: only then is a step's memory on the host free again."""
+    loop, device, _ = make_loop()
+    over, seen = threading.Event(), threading.Semaphore(0)
+
+    def wait() -> None:
+        assert over.wait(5)
+        seen.release()
+
+    device.late = wait
+    for step in (1, 2, 3):
+        loop.on_message(make_plan(step=step))
+        loop.step(0)
+    assert device.done == [1, 2, 3]  # all launched before the first was over
+    over.set()
+    assert all(seen.acquire(timeout=5) for _ in range(3))
 
 
 @pytest.mark.parametrize("stopped", ["", "told", "telling"])

@@ -1,14 +1,12 @@
 """Ranks as processes of one machine, joined by torch.distributed."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -22,28 +20,31 @@ _TIMEOUT = timedelta(minutes=10)
 
 
 class DistributedGroup(Group):
-    """See `Group`. One instance a process."""
+    """See `Group`. One instance a process. Its tensors lie on the host."""
 
-    def __init__(self, rank: int, size: int, rendezvous: Path) -> None:
+    def __init__(self, rank: int, size: int, rendezvous: Path, device: torch.device | None = None) -> None:
         """Meet the other ranks at a file that none of them has used before; it need not exist yet.
 
+        With a `device`, a GPU of this rank's own, torch.distributed also takes tensors that lie there, by NCCL.
         Raises PeerLostError when not all of them come.
         """
         super().__init__(rank, size)
         # All ranks are on this machine; the host's own name may lead anywhere.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        with _peers():
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        with lost_peers():
             dist.init_process_group(
-                "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=_TIMEOUT
+                "gloo" if device is None else "cpu:gloo,cuda:nccl",
+                init_method=f"file://{rendezvous}",
+                rank=rank,
+                world_size=size,
+                timeout=_TIMEOUT,
+                device_id=device,
             )
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         # Not gloo's all-reduce, which adds in an order that depends on an element's place: the law forbids it.
-        first, *rest = self._gather(x)
-        total = first.float()
-        for part in rest:
-            total = total + part.float()
-        return total.to(x.dtype)
+        return add_in_order(self._gather(x))
 
     def concatenate(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._gather(x), dim=-1)
@@ -53,33 +54,41 @@ class DistributedGroup(Group):
 
     def agree(self, find: Callable[[], T]) -> T:
         found: list[T | None] = [find() if self.rank == 0 else None]
-        with _peers():
+        with lost_peers():
             dist.broadcast_object_list(found, src=0)
         (value,) = found
         return value  # type: ignore[return-value]
 
     def check_same(self, values: tuple[int, ...], what: str) -> None:
         theirs = torch.tensor(values)
-        with _peers():
+        with lost_peers():
             dist.broadcast(theirs, src=0)
         if tuple(theirs.tolist()) != values:
             raise RuntimeError(f"rank {self.rank} has {what} {values}, and rank 0 {tuple(theirs.tolist())}")
 
-    def ids_of_rank_0(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        shared = torch.from_numpy(ids.copy())
-        with _peers():
-            dist.broadcast(shared, src=0)
-        return shared.numpy()
+    def of_rank_0(self, x: torch.Tensor) -> torch.Tensor:
+        with lost_peers():
+            dist.broadcast(x, src=0)
+        return x
 
     def _gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        with _peers():
+        with lost_peers():
             dist.all_gather(parts, x.contiguous())
         return parts
 
 
+def add_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Σ of ranks' parts, in float32 and in the order of ranks, in the dtype of the parts."""
+    first, *rest = parts
+    total = first.float()
+    for part in rest:
+        total = total + part.float()
+    return total.to(first.dtype)
+
+
 @contextmanager
-def _peers() -> Iterator[None]:
+def lost_peers() -> Iterator[None]:
     """Errors of an exchange are those of the other side: the operations have no others here."""
     try:
         yield

@@ -13,8 +13,6 @@ import msgspec
 from proto.model import ModelConfig
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     import torch
 
 T = TypeVar("T")
@@ -53,8 +51,8 @@ class PeerLostError(Exception):
 class Group:
     """The ranks that share a model; this one is of a model that one rank holds alone, where nothing is exchanged.
 
-    Every rank must call the same operations in the same order. `worker.distributed` has that of several processes.
-    Operations raise PeerLostError.
+    Every rank must call the same operations in the same order, with tensors of the same shape. `worker.distributed`
+    has that of several processes, `worker.cuda.group` that of several GPUs. Operations raise PeerLostError.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -101,7 +99,10 @@ class Group:
         )
 
     def sum(self, x: "torch.Tensor") -> "torch.Tensor":
-        """Σ of all ranks' x, the same bits on every rank, and in each row whatever the other rows are."""
+        """Σ of all ranks' x, the same bits on every rank, and under the law in each row whatever the other rows are.
+
+        x may be overwritten.
+        """
         return x
 
     def concatenate(self, x: "torch.Tensor") -> "torch.Tensor":
@@ -119,9 +120,9 @@ class Group:
     def check_same(self, values: tuple[int, ...], what: str) -> None:
         """Raises RuntimeError when this rank's values are not those of rank 0; `what` names them."""
 
-    def ids_of_rank_0(self, ids: "npt.NDArray[np.int32]") -> "npt.NDArray[np.int32]":
-        """Rank 0's ids on every rank; from others an array of the same length, whatever is in it."""
-        return ids
+    def of_rank_0(self, x: "torch.Tensor") -> "torch.Tensor":
+        """Rank 0's x on every rank; whatever is in others' x, which may be overwritten."""
+        return x
 
 
 ALONE = Group()

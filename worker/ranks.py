@@ -1,6 +1,9 @@
 """Several ranks in step: rank 0 passes on what the scheduler tells it, the others do the same and say nothing."""
 
 import logging
+import os
+import queue
+import threading
 import time
 from collections import deque
 from typing import NoReturn
@@ -9,12 +12,12 @@ from engine.runtime.stage import Stage
 from proto.channel import Address, encode
 from proto.ids import StageKind
 from proto.messages import Message, Reset, StepPlan, Stop
-from worker.device import Device
+from worker.device import Deferred, Device
 from worker.parallel import PeerLostError
 
 log = logging.getLogger(__name__)
 
-_LOST = 5  # exit code beside those of `Stage.run`: another rank ended
+_BUG, _LOST = 4, 5  # exit codes beside those of `Stage.run`: the last says that another rank ended
 # The supervisor takes the first process that ends for the cause of the instance's end, and kills the others.
 _BLAME_SECONDS = 1.0
 
@@ -44,6 +47,8 @@ class FollowerLoop:
         self._device = device
         # In rank 0's order, Reset included: it was sent after rank 0 had launched the plans before it.
         self._orders: deque[StepPlan | Reset] = deque()
+        self._launched: queue.SimpleQueue[Deferred] = queue.SimpleQueue()
+        threading.Thread(target=self._see_out, name="output", daemon=True).start()
 
     def on_message(self, message: Message) -> None:
         if isinstance(message, StepPlan | Reset):
@@ -56,14 +61,23 @@ class FollowerLoop:
         try:
             if isinstance(order, Reset):
                 self._device.reset(order.epoch)
-            else:
-                self._device.launch(order)
+            elif isinstance(answer := self._device.launch(order), Deferred):
+                self._launched.put(answer)
         except PeerLostError as error:
             end_without_peers(self._stage, error)
         return 0.0 if self._orders else None
 
     def counters(self) -> dict[str, float]:
         return self._device.clock.counters()
+
+    def _see_out(self) -> None:
+        """Wait for each step as rank 0's output thread does: its host memory is free again, and the clock goes on."""
+        try:
+            while True:
+                self._launched.get().wait()
+        except Exception:
+            log.critical("the output thread dies of a bug", exc_info=True)
+            os._exit(_BUG)
 
 
 def end_without_peers(stage: Stage, error: PeerLostError) -> NoReturn:

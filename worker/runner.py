@@ -3,9 +3,9 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from proto.config import WorkerOptions
 from proto.messages import Desync, StepPlan, StepResult
@@ -16,9 +16,6 @@ from worker.parallel import ALONE, Group
 from worker.sampler import Sampled, SamplingRows, sample
 from worker.sequence import PlanSequence
 from worker.tables import SlotTables
-
-if TYPE_CHECKING:
-    import torch
 
 _NOTHING_SAMPLED = Sampled(np.zeros(0, np.int32), np.zeros(0, np.uint8), ())
 
@@ -99,10 +96,10 @@ class Runner:
         self._last_token[rows.slots] = sampled.ids
         return sampled
 
-    def _sample(self, logits: "torch.Tensor", rows: SamplingRows) -> Sampled:
+    def _sample(self, logits: torch.Tensor, rows: SamplingRows) -> Sampled:
         """Only rank 0 makes it whole: others are told the ids."""
         if self._group.rank > 0:
-            ids = np.empty(len(rows.slots), np.int32)
-            return replace(_NOTHING_SAMPLED, ids=self._group.ids_of_rank_0(ids))
-        sampled = sample(logits.numpy(), rows)
-        return replace(sampled, ids=self._group.ids_of_rank_0(sampled.ids))
+            sampled = replace(_NOTHING_SAMPLED, ids=np.zeros(len(rows.slots), np.int32))
+        else:
+            sampled = sample(logits.numpy(), rows)
+        return replace(sampled, ids=self._group.of_rank_0(torch.tensor(sampled.ids)).numpy())

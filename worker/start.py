@@ -43,7 +43,7 @@ def play(stage: Stage) -> NoReturn:
 def _device(stage: Stage, options: WorkerOptions) -> Device:
     """Ready to run plans. Raises DeviceError, which names the file or the option that is at fault."""
     size = options.tensor_parallel_size
-    if size > 1 and options.device not in ("cpu", "reference"):
+    if size > 1 and options.device.startswith("sim:"):
         raise DeviceError(f"--tensor-parallel-size {size}: --device {options.device} runs on one rank only")
     if options.kv_cache_dtype != "auto" and options.device != "cuda":
         raise DeviceError(f"--kv-cache-dtype {options.kv_cache_dtype}: --device {options.device} keeps K/V as --dtype")
@@ -60,7 +60,7 @@ def _device(stage: Stage, options: WorkerOptions) -> Device:
     if options.device == "cuda":
         from worker.cuda.start import start
 
-        return start(options, progress)
+        return start(options, progress, _join_gpus(stage, options) if size > 1 else ALONE)
 
     from worker.law import LawError
     from worker.loader import LoadError
@@ -78,4 +78,16 @@ def _join(stage: Stage, size: int) -> Group:
     """The ranks of this instance, of which this process is one. Raises PeerLostError."""
     from worker.distributed import DistributedGroup
 
-    return DistributedGroup(stage.address.index, size, Path(stage.config.run_dir) / "ranks")
+    return DistributedGroup(stage.address.index, size, _rendezvous(stage))
+
+
+def _join_gpus(stage: Stage, options: WorkerOptions) -> Group:
+    """As `_join`, each with a GPU of its own. Raises DeviceError too."""
+    from worker.cuda.group import join_gpus
+
+    rank, size = stage.address.index, options.tensor_parallel_size
+    return join_gpus(rank, size, _rendezvous(stage), deterministic=options.deterministic)
+
+
+def _rendezvous(stage: Stage) -> Path:
+    return Path(stage.config.run_dir) / "ranks"

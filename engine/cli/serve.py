@@ -86,9 +86,9 @@ def config_of(args: argparse.Namespace) -> "ServeConfig":
         args.parser.error(f"argument --dtype: float16 needs --device cuda; --device is {args.device}")
     if args.kv_cache_dtype != "auto" and args.device != "cuda":
         args.parser.error(f"argument --kv-cache-dtype: fp8 needs --device cuda; --device is {args.device}")
-    if args.tensor_parallel_size > 1 and args.device not in ("cpu", "reference"):
+    if args.tensor_parallel_size > 1 and args.device.startswith("sim:"):
         args.parser.error(
-            f"argument --tensor-parallel-size: {args.tensor_parallel_size} ranks need --device cpu or reference; "
+            f"argument --tensor-parallel-size: {args.tensor_parallel_size} ranks need --device cpu, reference or cuda; "
             f"--device is {args.device}"
         )
     return ServeConfig(

@@ -66,7 +66,8 @@ class DecodeGraphs:
                 self._step.attention.plan_graph(None, planned)
             torch.cuda.synchronize()
             # Not by torch.cuda.graph, which collects garbage each time: many seconds for a hundred graphs.
-            graph.capture_begin(pool=self._pool)
+            # Only this thread is held to a capture's rules: NCCL has one that looks at events.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()
             finally:

@@ -12,15 +12,21 @@ from worker.loader.errors import LoadError
 from worker.loader.load import Progress, fill_dummy, load_checkpoint
 from worker.models import FAMILIES
 from worker.models.base import Model
+from worker.parallel import Group
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def require_cuda() -> None:
-    """Raises DeviceError, naming what this machine lacks."""
+def require_cuda(ranks: int = 1) -> None:
+    """Raises DeviceError, naming what this machine lacks to give each of so many ranks a GPU."""
     if not torch.cuda.is_available():
         lack = "this torch was built for CPUs only" if torch.version.cuda is None else "no GPU or no driver for it"
         raise DeviceError(f"--device cuda: {lack}; `quintet doctor` lists what is missing")
+    if (gpus := torch.cuda.device_count()) < ranks:
+        raise DeviceError(
+            f"--tensor-parallel-size {ranks}: every rank needs a GPU of its own, and {gpus} can be seen here "
+            "(CUDA_VISIBLE_DEVICES hides others)"
+        )
 
 
 def resolve_dtype(wanted: str, checkpoint: str) -> torch.dtype:
@@ -41,10 +47,12 @@ def resolve_kv_dtype(wanted: str, dtype: torch.dtype) -> torch.dtype:
     raise DeviceError(f"--kv-cache-dtype {wanted} is neither auto nor fp8_e4m3")
 
 
-def load_model(options: WorkerOptions, dtype: torch.dtype, max_position: int, progress: Progress) -> Model:
-    """The model on the current device, filled and packed. Raises LoadError."""
+def load_model(
+    options: WorkerOptions, dtype: torch.dtype, max_position: int, progress: Progress, group: Group
+) -> Model:
+    """This rank's share of the model on the current device, filled and packed. Raises LoadError."""
     manifest = options.manifest
-    model = _build(manifest, CudaOps(deterministic=options.deterministic), dtype, max_position)
+    model = _build(manifest, CudaOps(deterministic=options.deterministic), dtype, max_position, group)
     if options.load_format == "dummy":
         _fill_dummy(model, options.seed)
     else:
@@ -53,13 +61,13 @@ def load_model(options: WorkerOptions, dtype: torch.dtype, max_position: int, pr
     return model
 
 
-def _build(manifest: ModelManifest, ops: CudaOps, dtype: torch.dtype, max_position: int) -> Model:
+def _build(manifest: ModelManifest, ops: CudaOps, dtype: torch.dtype, max_position: int, group: Group) -> Model:
     family = manifest.config.family
     if family not in FAMILIES:
         raise LoadError(f"{manifest.source}: family {family!r} is not one of {', '.join(FAMILIES)}")
     try:
         with torch.device("cuda"):
-            return FAMILIES[family](manifest.config, ops, dtype=dtype, max_position=max_position)
+            return FAMILIES[family](manifest.config, ops, dtype=dtype, max_position=max_position, group=group)
     except ValueError as error:
         raise LoadError(f"{manifest.source}: {error}") from error
 

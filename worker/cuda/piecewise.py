@@ -120,7 +120,7 @@ class _Cutter(_NoAttention):
 
     def begin(self) -> None:
         self.graphs.append(torch.cuda.CUDAGraph())
-        self.graphs[-1].capture_begin(pool=self._pool)
+        self.graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> None:
         self.graphs[-1].capture_end()

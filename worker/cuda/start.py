@@ -25,15 +25,19 @@ from worker.law import LawError
 from worker.law import step as prompts_step
 from worker.loader.errors import LoadError
 from worker.models.base import Model
+from worker.parallel import ALONE, Group
 
 log = logging.getLogger(__name__)
 
 
-def start(options: WorkerOptions, progress: Progress) -> CudaDevice:
-    """Load, measure, allocate, capture. Raises DeviceError, naming what is missing or the flag or file at fault."""
+def start(options: WorkerOptions, progress: Progress, group: Group = ALONE) -> CudaDevice:
+    """Load, measure, allocate, capture: all ranks of `group` together.
+
+    Raises DeviceError, naming what is missing or the flag or file at fault, and PeerLostError.
+    """
     require_cuda()
     try:
-        return _Start(options, progress).device()
+        return _Start(options, progress, group).device()
     except (LoadError, LawError, FlashInferError) as error:
         raise DeviceError(str(error)) from error
 
@@ -41,22 +45,28 @@ def start(options: WorkerOptions, progress: Progress) -> CudaDevice:
 class _Start:
     """The steps of a start. The pool is made twice: small, to measure what else needs room, then for good."""
 
-    def __init__(self, options: WorkerOptions, progress: Progress) -> None:
+    def __init__(self, options: WorkerOptions, progress: Progress, group: Group) -> None:
         config = options.manifest.config
+        if config.alibi and group.size > 1:  # FlashInfer's kernels take slopes by a head's number on this rank
+            raise LoadError(f"--tensor-parallel-size {group.size}: device cuda runs models with ALiBi on one rank only")
         self._options = options
         self._progress = progress
+        self._group = group
+        self._local = group.shape(config)
         self._dtype = resolve_dtype(options.dtype, config.dtype)
         # Checkpoints' own scales of K and V are not read: fp8 holds the values themselves, cut at ±448.
         self._kv_format = KvFormat(resolve_kv_dtype(options.kv_cache_dtype, self._dtype))
-        self._page_bytes = config.kv_bytes_per_token(self._kv_format.dtype.itemsize) * options.page_size
+        self._page_bytes = self._local.kv_bytes_per_token(self._kv_format.dtype.itemsize) * options.page_size
         self._wanted_len = options.max_model_len or config.max_position_embeddings
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._model: Model = load_model(options, self._dtype, self._wanted_len, progress)
+        if group.size > 1:
+            self._connect()
+        self._model: Model = load_model(options, self._dtype, self._wanted_len, progress, group)
 
     def device(self) -> CudaDevice:
         options = self._options
         fixed = options.num_pages is not None or options.kv_bytes is not None
-        pages = pool_pages(options, _NOTHING if fixed else self._measure(), self._page_bytes)
+        pages = self._group.minimum(pool_pages(options, _NOTHING if fixed else self._measure(), self._page_bytes))
         sizes = self._sizes(pages, min(self._wanted_len, pages * options.page_size))
         step = self._step(sizes)
         # What has been made so far was made on more than one stream; steps run on one of their own.
@@ -74,17 +84,17 @@ class _Start:
             page_size=options.page_size,
             max_model_len=max_model_len,
             vocab_size=config.vocab_size,
-            kv_bytes_per_token=self._page_bytes // options.page_size,
+            kv_bytes_per_token=config.kv_bytes_per_token(self._kv_format.dtype.itemsize),
             dtype=str(self._dtype).removeprefix("torch."),
-            tile_tokens=tokens_of_a_tile(config) if options.deterministic else 0,
+            tile_tokens=tokens_of_a_tile(self._local) if options.deterministic else 0,
         )
 
     def _step(self, sizes: Sizes) -> GpuStep:
         options, config = self._options, self._options.manifest.config
         shape = AttentionShape(
             num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+            num_heads=self._local.num_heads,
+            num_kv_heads=self._local.num_kv_heads,
             head_dim=config.head_dim,
             windows=config.windows,
             page_size=options.page_size,
@@ -113,10 +123,21 @@ class _Start:
                 self._model,
                 attention,
                 state,
+                self._group,
                 max_rows=rows,
                 vocab_size=sizes.vocab_size,
                 words=words_of_a_step(options, sizes.pages_per_slot, cut_rows),
             )
+
+    def _connect(self) -> None:
+        """Exchange a little and a lot. For each, ranks set up ways of their own, which takes memory and time, and which
+        a capture must not find undone."""
+        hidden = self._options.manifest.config.hidden_size
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            for rows in (1, self._options.max_num_batched_tokens):
+                x = torch.zeros(rows, hidden, dtype=self._dtype, device="cuda")
+                self._group.of_rank_0(self._group.concatenate(self._group.sum(x)))
+        torch.cuda.synchronize()
 
     def _capture(self, step: GpuStep) -> Graphs | None:
         if self._options.enforce_eager:

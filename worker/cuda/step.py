@@ -20,6 +20,7 @@ from worker.cuda.piecewise import PiecewiseGraphs
 from worker.cuda.sampling import Mode, finite_rows, sample
 from worker.cuda.state import SlotState
 from worker.models.base import Model
+from worker.parallel import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class GpuStep:
         model: Model,
         attention: FlashInferAttention,
         state: SlotState,
+        group: Group,
         *,
         max_rows: int,
         vocab_size: int,
@@ -53,6 +55,7 @@ class GpuStep:
         self.model = model
         self.attention = attention
         self.state = state
+        self._group = group
         self.inputs = torch.zeros(words, dtype=torch.int32, device=device)
         self.logits = torch.zeros(max_rows, vocab_size, dtype=torch.float32, device=device)
         self.finite = torch.zeros(max_rows, dtype=torch.bool, device=device)  # by row of logits, before any mask
@@ -112,9 +115,10 @@ class GpuStep:
         self.logits.index_put_(at, torch.full_like(self.logits[0, 0], float("-inf")))
 
     def sample(self, bucket: int, mode: Mode) -> None:
-        """Draw one id for each of `bucket` rows; it becomes the newest token of its slot."""
+        """Draw one id for each of `bucket` rows; it becomes the newest token of its slot. All ranks take rank 0's."""
         slots, positions = self.inputs[:bucket], self.inputs[bucket : 2 * bucket]
         drawn = sample(self.logits[:bucket], self.finite[:bucket], slots, positions, self.state.sampling, mode)
+        drawn = self._group.of_rank_0(drawn)
         self.drawn[:bucket].copy_(drawn)
         # Padding rows share their slot: any of their ids will do there.
         self.state.last_tokens.index_put_((slots.long(),), drawn[:, 0])

@@ -1,0 +1,117 @@
+"""Ranks with a simulated GPU each, and what tests have them do (`tests.parallel_ranks.Ranks`).
+
+What crosses between devices crosses by gloo, when each device gets there: late, and at another time on each rank.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from proto.config import WorkerOptions
+from proto.messages import StepPlan, StepResult, column
+from tests.flashinfer_double import simulate
+from tests.flashinfer_double.memory import DeviceTensor, queue
+from worker.cuda.group import DeviceGroup
+from worker.cuda.sampling import sample
+from worker.cuda.start import start
+from worker.device import Deferred
+from worker.parallel import Group
+
+Call = tuple[str, torch.dtype, tuple[int, ...]]  # operation, and what it was given
+
+
+class LateGloo:
+    """`worker.cuda.group.Collectives`. A graph that captured a call makes it again at each replay."""
+
+    def __init__(self, size: int) -> None:
+        self.asked: list[Call] = []  # by the host: launched, or captured
+        self.done: list[Call] = []  # by the device
+        self._size = size
+        self._pair = dist.new_group()  # not the host's, which do not wait for devices
+
+    def add(self, x: torch.Tensor) -> None:
+        self._queue("add", x, lambda raw: dist.all_reduce(raw, group=self._pair))
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        parts = x.new_empty(self._size, *x.shape)
+        assert isinstance(parts, DeviceTensor)
+        into = list(parts.raw.unbind())
+        self._queue("gather", x, lambda raw: dist.all_gather(into, raw, group=self._pair), parts)
+        return parts
+
+    def send_from_0(self, x: torch.Tensor) -> None:
+        self._queue("send from 0", x, lambda raw: dist.broadcast(raw, src=0, group=self._pair))
+
+    def _queue(
+        self, name: str, x: torch.Tensor, exchange: Callable[[torch.Tensor], object], *others: torch.Tensor
+    ) -> None:
+        assert isinstance(x, DeviceTensor)
+        assert x.is_contiguous()
+        raw, call = x.raw, (name, x.dtype, tuple(x.shape))
+        self.asked.append(call)
+
+        def work() -> None:
+            self.done.append(call)
+            exchange(raw)
+
+        queue(name, work, [x, *others])
+
+
+@dataclass
+class Played:
+    """What a rank saw."""
+
+    ids: list[list[int]] = field(default_factory=list)  # of each step
+    started: list[Call] = field(default_factory=list)  # until the device was ready
+    asked: list[list[Call]] = field(default_factory=list)  # in each step, outside graphs
+    done: list[Call] = field(default_factory=list)  # since the device was ready
+    replays: list[int] = field(default_factory=list)  # graphs, of each step
+    pages: int = 0
+    kv_bytes_per_token: int = 0
+
+
+def play(
+    group: Group, options: WorkerOptions, plans: Sequence[StepPlan], stray: bool = False, depth: int = 2
+) -> Played:
+    """Steps with `depth` of them in flight. `stray`: a rank that is not rank 0 draws id 1 and nothing else."""
+    found = Played()
+    with simulate(seed=10 + group.rank) as gpu:
+        collectives = LateGloo(group.size)
+        devices = DeviceGroup(group, collectives, deterministic=options.deterministic)
+        with mock.patch("worker.cuda.step.sample", _astray if stray and group.rank else sample):
+            device = start(options, lambda text, done, total: None, devices)
+        torch.cuda.synchronize()
+        found.pages, found.kv_bytes_per_token = device.num_pages, device.kv_bytes_per_token
+        found.started, collectives.asked, collectives.done = collectives.asked, [], found.done
+        device.reset(1)
+        flight: list[Deferred] = []
+        for plan in plans:
+            if len(flight) == depth:
+                _settle(found, flight)
+            with gpu.timeline.launch_path() as account:
+                answer = device.launch(plan)
+            assert isinstance(answer, Deferred)
+            assert account.waits == []
+            flight.append(answer)
+            found.asked.append(collectives.asked)
+            found.replays.append(len(account.replays))
+            collectives.asked = []
+            gpu.timeline.advance(gpu.timeline.random.randrange(60))
+        while flight:
+            _settle(found, flight)
+    return found
+
+
+def _settle(found: Played, flight: list[Deferred]) -> None:
+    result = flight.pop(0).wait()
+    assert isinstance(result, StepResult)
+    found.ids.append(column(result.ids).tolist())
+
+
+def _astray(*arguments: Any) -> torch.Tensor:
+    drawn = sample(*arguments)
+    return drawn.mul(0).add_(torch.ones_like(drawn))

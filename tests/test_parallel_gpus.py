@@ -1,0 +1,162 @@
+"""Two ranks of the cuda device, each on a simulated GPU in a process of its own, against one rank on the CPU."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from engine.models import prepare
+from proto.config import WorkerOptions
+from tests import parallel_gpus, parallel_ranks
+from tests.flashinfer_double import simulate
+from tests.layer_cases import worker_options
+from tests.parallel_gpus import Played
+from tests.parallel_ranks import Ranks
+from tests.test_cuda_device import silent
+from tests.test_cuda_families import SIZES, script
+from tests.tiny_models import make_tiny
+from worker.cuda.group import DeviceGroup
+from worker.cuda.load import require_cuda
+from worker.cuda.start import start
+from worker.device import DeviceError
+from worker.distributed import add_in_order
+from worker.parallel import ALONE, Group
+
+LAYERS, HIDDEN = 3, 96  # of tiny models
+
+
+def with_processes(test: Any) -> Any:
+    return pytest.mark.slow(pytest.mark.timeout(180)(test))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    found = Ranks(2, tmp_path_factory.mktemp("ranks"))
+    yield found
+    found.close()
+
+
+def options_of(directory: Path, **changes: Any) -> WorkerOptions:
+    return worker_options(prepare(str(directory)), **(SIZES | {"tensor_parallel_size": 2} | changes))
+
+
+def play(ranks: Ranks, options: WorkerOptions, stray: bool = False) -> tuple[Played, Played]:
+    options = msgspec.structs.replace(options, device="cuda")
+    first, second = ranks.run_same(parallel_gpus.play, options, script(), stray)
+    return first, second
+
+
+# --------------------------------------------------------------------------- whole steps
+
+
+@pytest.mark.parametrize(
+    ("family", "made", "changes"),
+    [
+        ("llama", {}, {}),
+        ("llama", {"num_key_value_heads": 1, "tie": True}, {"deterministic": True}),  # the KV head is copied
+        ("qwen2", {}, {"enforce_eager": True}),
+        ("qwen3_moe", {}, {}),
+        ("gemma2", {}, {}),
+    ],
+    ids=str,
+)
+@with_processes
+def test_tokens_are_those_of_one_rank_and_exchanges_the_same_on_both(
+    tmp_path: Path, ranks: Ranks, family: str, made: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    options = options_of(make_tiny(tmp_path, family, **made), **changes)
+    alone = parallel_ranks.play(ALONE, msgspec.structs.replace(options, device="reference"), script())
+    first, second = play(ranks, options)
+    assert first.ids == alone
+    assert second == first  # also each exchange, with its shape, in start, captures, launches and replays; and pages
+    sums = {call[0] for call in first.started + first.done if call[2][-1] == HIDDEN}
+    # Under the law no sum is in an order that a library chooses.
+    assert sums == ({"gather"} if options.deterministic else {"add", "gather"})
+
+
+@with_processes
+def test_a_decode_step_exchanges_inside_its_two_graphs_only(tmp_path: Path, ranks: Ranks) -> None:
+    first, _ = play(ranks, options_of(make_tiny(tmp_path, "llama")))
+    decodes = [number for number, plan in enumerate(script()) if not plan.chunks]
+    assert [first.replays[number] for number in decodes] == [2] * len(decodes)
+    assert all(not first.asked[number] for number in decodes)
+    step = ["add"] * (1 + 2 * LAYERS) + ["gather", "send from 0"]  # embedding, attention and MLP; logits; ids
+    assert [name for name, _, _ in first.done][-2 * len(step) :] == step * 2
+
+
+@with_processes
+def test_every_rank_goes_on_with_what_rank_0_drew(tmp_path: Path, ranks: Ranks) -> None:
+    options = options_of(make_tiny(tmp_path, "llama"))
+    usual, _ = play(ranks, options)
+    first, second = play(ranks, options, stray=True)
+    assert first.ids == second.ids == usual.ids
+
+
+@with_processes
+def test_the_pool_is_that_of_the_rank_with_least_room(tmp_path: Path, ranks: Ranks) -> None:
+    options = options_of(make_tiny(tmp_path, "llama"), device="cuda")
+    fewer = msgspec.structs.replace(options, num_pages=17)
+    plans = script()[:3]
+    results = ranks.run(parallel_gpus.play, [(options, plans), (fewer, plans)])
+    assert [played.pages for played in results] == [17, 17]
+    share = msgspec.structs.replace(options, num_pages=None, gpu_memory_utilization=0.2, enforce_eager=True)
+    less = msgspec.structs.replace(share, gpu_memory_utilization=0.18)
+    results = ranks.run(parallel_gpus.play, [(share, plans), (less, plans)])
+    assert results[0].pages == results[1].pages > 1000
+    assert results[0].kv_bytes_per_token == 2 * LAYERS * 2 * 16 * 4  # of the whole model, for the scheduler
+
+
+# --------------------------------------------------------------------------- one process
+
+
+class Scripted:
+    """`Collectives` whose other rank has 2 where this one has 1."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def add(self, x: torch.Tensor) -> None:
+        self.calls.append("add")
+        x.mul_(3)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append("gather")
+        return torch.stack([x, 2 * x])
+
+    def send_from_0(self, x: torch.Tensor) -> None:
+        self.calls.append("send from 0")
+        x.mul_(2)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_operations_of_a_group_of_devices(deterministic: bool) -> None:
+    collectives = Scripted()
+    group = DeviceGroup(Group(1, 2), collectives, deterministic=deterministic)
+    x = torch.arange(6.0).view(3, 2).T  # not contiguous
+    assert torch.equal(group.sum(x.clone(memory_format=torch.preserve_format)), 3 * x)
+    assert torch.equal(group.concatenate(x), torch.cat([x, 2 * x], dim=1))
+    assert torch.equal(group.of_rank_0(x.clone()), 2 * x)
+    assert collectives.calls == ["gather" if deterministic else "add", "gather", "send from 0"]
+
+
+def test_sums_under_the_law_are_rounded_once() -> None:
+    """As all ranks' parts are added in float32: 1 + 1/256 + 1/256 is 1 if each sum is rounded to bfloat16."""
+    parts = [torch.tensor([value], dtype=torch.bfloat16) for value in (1.0, 1 / 256, 1 / 256)]
+    assert add_in_order(parts).item() == 1 + 1 / 128
+    assert ((parts[0] + parts[1]) + parts[2]).item() == 1
+
+
+def test_every_rank_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulate():
+        require_cuda(1)
+        with pytest.raises(DeviceError, match=r"^--tensor-parallel-size 2: every rank needs .* and 1 can be seen"):
+            require_cuda(2)
+
+
+def test_alibi_is_refused_as_kernels_would_take_the_slopes_of_other_heads(tmp_path: Path) -> None:
+    options = options_of(make_tiny(tmp_path, "bloom"), device="cuda")
+    with simulate(), pytest.raises(DeviceError, match=r"--tensor-parallel-size 2: .* ALiBi on one rank only"):
+        start(options, silent, Group(1, 2))

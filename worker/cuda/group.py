@@ -1,0 +1,110 @@
+"""Ranks with a GPU each. Tensors cross from device to device on the current stream; host values go by gloo."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from worker.cuda.load import require_cuda
+from worker.distributed import DistributedGroup, add_in_order
+from worker.parallel import Group, PeerLostError
+
+T = TypeVar("T")
+
+
+def join_gpus(rank: int, size: int, rendezvous: Path, *, deterministic: bool) -> Group:
+    """Take the GPU of this rank's number for this thread, and meet the others. Raises DeviceError, PeerLostError."""
+    require_cuda(size)
+    torch.cuda.set_device(rank)
+    host = DistributedGroup(rank, size, rendezvous, torch.device("cuda", rank))
+    return DeviceGroup(host, Nccl(size), deterministic=deterministic)
+
+
+class Collectives(Protocol):
+    """What crosses between devices: contiguous tensors, of one shape and dtype on all ranks.
+
+    Calls queue work on the current stream and wait for nothing, so a CUDA graph can hold them. All ranks call the same
+    ones in the same order, capture the same, and replay the same graphs in the same order.
+    """
+
+    def add(self, x: torch.Tensor) -> None:
+        """x becomes Σ of all ranks' x, the same bits on every rank, added in an order of the library's own."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[size, *x.shape]: all ranks' x, in the order of ranks."""
+
+    def send_from_0(self, x: torch.Tensor) -> None:
+        """x becomes that of rank 0."""
+
+
+class DeviceGroup(Group):
+    """See `Group`. Tensors lie on devices."""
+
+    def __init__(self, host: Group, collectives: Collectives, *, deterministic: bool) -> None:
+        """`host` is of the same ranks. `deterministic`: sums keep the law, and move `size` times as many bytes."""
+        super().__init__(host.rank, host.size)
+        self._host = host
+        self._collectives = collectives
+        self._deterministic = deterministic
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        if self._deterministic:
+            return add_in_order(self._collectives.gather(x).unbind())
+        self._collectives.add(x)
+        return x
+
+    def concatenate(self, x: torch.Tensor) -> torch.Tensor:
+        return self._collectives.gather(x.contiguous()).transpose(0, 1).flatten(1)
+
+    def of_rank_0(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        self._collectives.send_from_0(x)
+        return x
+
+    def minimum(self, value: int) -> int:
+        return self._host.minimum(value)
+
+    def agree(self, find: Callable[[], T]) -> T:
+        return self._host.agree(find)
+
+    def check_same(self, values: tuple[int, ...], what: str) -> None:
+        self._host.check_same(values, what)
+
+
+class Nccl:
+    """`Collectives` of torch.distributed, whose default group has the tensors' devices.
+
+    Not async_op, which would take a stream of its own. (torch before 2.8 took one in any case; captures hold that too.)
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def add(self, x: torch.Tensor) -> None:
+        # Whatever the algorithm, one GPU has an element's sum first and passes it on unchanged; but which GPU, and so
+        # the order of additions, follows from the element's place: github.com/NVIDIA/nccl issues 855 and 1055.
+        with _failures():
+            dist.all_reduce(x)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        parts = x.new_empty(self._size, *x.shape)
+        with _failures():
+            dist.all_gather_into_tensor(parts, x)
+        return parts
+
+    def send_from_0(self, x: torch.Tensor) -> None:
+        with _failures():
+            dist.broadcast(x, src=0)
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """NCCL's own errors only: others, as of a capture, are bugs. Most come late, and end the process from inside."""
+    try:
+        yield
+    except dist.DistBackendError as error:
+        raise PeerLostError(f"NCCL broke off: {error}") from error
