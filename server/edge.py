@@ -163,6 +163,7 @@ class Edge:
         now = time.monotonic()
         if now >= self._next_census:
             self._next_census = now + _CENSUS_SECONDS
+            self._send(self.record.cut_stalled(time.monotonic_ns()))
             self._send(self.record.census())
         if now >= self._next_collection:
             self._next_collection = now + _COLLECT_SECONDS

@@ -7,8 +7,9 @@ import msgspec
 from proto.messages import Delta, Finish, TokenLogprobs
 from server.status import CallError, SlowReaderError
 
-# A logprob entry beside its bytes: floats and tuples of the alternatives.
-_LOGPROB_BYTES = 32
+# What a delta takes beside its text and ids, and a logprob: objects of Python's.
+_DELTA_BYTES = 320
+_LOGPROB_BYTES = 48
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -55,6 +56,7 @@ class Generation:
         self.notify: Callable[[], None] = _ignore  # something can be taken, or the error is set
         self.interrupt: Callable[[], object] = _ignore  # leave a write that the client does not take
         self.max_buffer: int | None = None  # bytes that may wait for a client; None = its handler always reads
+        self.writing_since = 0  # monotonic ns, 0 = no write waits for the client
         self._buffered = 0
         self._deltas: list[Delta] = []
         self._taken = False  # whether the first piece is out
@@ -83,7 +85,7 @@ class Generation:
         self._deltas.append(delta)
         self._buffered += _size(delta)
         if self.max_buffer is not None and self._buffered > self.max_buffer:
-            self.cut()
+            self.cut(f"{self._buffered} bytes of output wait, the limit is {self.max_buffer}")
             return
         if delta.finish is not Finish.NONE:
             self.ending = Ending(delta.finish, delta.matched_id, delta.matched_is_eos, delta.matched_string)
@@ -99,11 +101,9 @@ class Generation:
         self.error = error
         self.notify()
 
-    def cut(self) -> None:
-        """End at once; what waits is lost."""
-        self.error = SlowReaderError(
-            f"the client does not read: {self._buffered} bytes of output wait, the limit is {self.max_buffer}"
-        )
+    def cut(self, why: str) -> None:
+        """End at once because of the client; what waits is lost."""
+        self.error = SlowReaderError(f"the client does not read: {why}")
         self._deltas.clear()
         self.interrupt()
         self.notify()
@@ -140,7 +140,7 @@ def _joined(parts: list[TokenLogprobs]) -> TokenLogprobs | None:
 
 
 def _size(delta: Delta) -> int:
-    size = len(delta.text) + len(delta.ids)
+    size = _DELTA_BYTES + len(delta.text) + len(delta.ids)
     if delta.logprobs is not None:
         size += sum(_LOGPROB_BYTES * (1 + len(values)) for values in delta.logprobs.top_logprobs)
         size += _LOGPROB_BYTES * len(delta.logprobs.chosen)

@@ -75,7 +75,9 @@ class InferenceService:
             piece = await self._edge.next_piece(generation)
             ending = piece.ending
             # Waits for flow control; what comes meanwhile is joined into the next piece.
+            generation.writing_since = time.monotonic_ns()
             await context.write(chunk_of(generation, piece, self._edge.model_name))
+            generation.writing_since = 0
 
     def _running(self, request: pb.GenerateRequest, context: Context) -> AbstractContextManager[Generation]:
         arrival = time.monotonic_ns()

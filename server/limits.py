@@ -16,6 +16,8 @@ MAX_REQUEST_ID_BYTES = 256
 MAX_CACHE_SALT_BYTES = 256
 MAX_CHAT_MESSAGES = 4096
 MAX_ROLE_BYTES = 64
+# How long a write may wait for a client that takes nothing.
+MAX_STALL_SECONDS = 30
 # No text of a language comes near this many bytes a token; it bounds the tokenizer's time on one prompt.
 _PROMPT_BYTES_PER_TOKEN = 32
 _LEAST_PROMPT_BYTES = 1 << 16

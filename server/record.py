@@ -29,7 +29,7 @@ from proto.messages import (
     column,
 )
 from server.generation import Ending, Generation
-from server.limits import Admission
+from server.limits import MAX_STALL_SECONDS, Admission
 from server.status import CallError, DuplicateIdError, OverloadedError, UnavailableError, error_of
 from server.validate import Ask
 
@@ -193,6 +193,14 @@ class Record:
         generation = self._open.get(reject.rid)
         if generation is not None and not generation.over and reject.attempt == generation.attempt:
             generation.fail(error_of(reject))
+
+    def cut_stalled(self, now: int) -> list[Outgoing]:
+        """End those whose clients have taken nothing for too long; `now` in monotonic ns."""
+        limit = now - MAX_STALL_SECONDS * 10**9
+        stalled = [g for g in self._open.values() if 0 < g.writing_since < limit and not g.over]
+        for generation in stalled:
+            generation.cut(f"a write has waited for {MAX_STALL_SECONDS} seconds")
+        return self._abort(*stalled) if stalled else []
 
     def census(self) -> list[Outgoing]:
         """To each scheduler: what this server holds to be there.

@@ -24,7 +24,7 @@ from proto.messages import (
 )
 from quintet_client.v1 import inference_pb2 as pb
 from server.generation import Generation
-from server.limits import ModelFacts
+from server.limits import MAX_STALL_SECONDS, ModelFacts
 from server.record import Outgoing, Record
 from server.status import (
     CallError,
@@ -343,18 +343,34 @@ def test_fail_all_ends_each_once() -> None:
 def test_a_client_that_does_not_read_is_cut_off() -> None:
     record = make_record()
     generation, submit = begin(record)
-    generation.max_buffer = 60
+    generation.max_buffer = 500
     cuts: list[bool] = []
     generation.interrupt = lambda: cuts.append(True)
     row = make_delta(submit, 0, "abcdefgh", logprobs=None)
-    assert record.on_deltas(Deltas(rows=(row,)), now=10) == []  # 8 characters and 8 ids of 4 bytes: 40
+    assert record.on_deltas(Deltas(rows=(row,)), now=10) == []  # 8 characters, 8 ids of 4 bytes, 320 for the objects
     row = make_delta(submit, 8, "abcdefgh", logprobs=None)
     assert aborted(record.on_deltas(Deltas(rows=(row,)), now=10)) == [submit.rid]
     assert cuts == [True]
     text, _, error = read_all(generation)
     assert text == ""
     assert isinstance(error, SlowReaderError)
-    assert "limit is 60" in str(error)
+    assert "limit is 500" in str(error)
+
+
+def test_a_client_that_takes_nothing_is_cut_off_in_time() -> None:
+    record = make_record()
+    (stalled, submit), (reading, other) = begin(record), begin(record)
+    for row in (submit, other):
+        record.on_deltas(Deltas(rows=(make_delta(row, 0, "a"),)), now=10)
+    stalled.writing_since, at_last = 10, 10 + MAX_STALL_SECONDS * 10**9 + 1
+    assert record.cut_stalled(at_last - 1) == []
+    assert aborted(record.cut_stalled(at_last)) == [submit.rid]
+    assert isinstance(stalled.error, SlowReaderError)
+    assert reading.error is None
+    assert record.cut_stalled(at_last) == []  # it has ended
+    reading.writing_since = 10
+    record.on_deltas(Deltas(rows=(make_delta(other, 1, "b", finish=Finish.STOP),)), now=20)
+    assert record.cut_stalled(at_last) == []  # it has all that there is
 
 
 def test_times_and_counts() -> None:
@@ -405,7 +421,7 @@ class RecordMachine(RuleBasedStateMachine):
                 begin(self.record, "name" if named else "")
             return
         generation, submit = begin(self.record, "name" if named else "")
-        generation.max_buffer = 400
+        generation.max_buffer = 2000
         self.live.append((generation, submit))
         self.ends[submit.rid], self.texts[submit.rid] = [], ""
 
