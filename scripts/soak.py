@@ -41,6 +41,7 @@ PROBE_SECONDS = 0.1
 PROBE_LIMIT_MS = 50.0
 SAMPLE_SECONDS = 1.0
 LENGTHS = 33
+DEADLINE_SECONDS = 60.0  # the scheduler keeps a few bytes of each request until then
 FLAT = 0.05  # growth from the second quarter's peak to the last quarter's
 FLAT_BYTES = 4 << 20  # or this much, for small processes
 
@@ -92,7 +93,7 @@ async def load_for(
     async with AsyncClient(address, retry=False) as client:
         vocab_size = (await client.get_model_info()).vocab_size
         work = spread(args.prompt_tokens, args.output_tokens)
-        load = Load(client, timeout=600.0)
+        load = Load(client, timeout=DEADLINE_SECONDS)
         jobs: Iterator[Job] = itertools.takewhile(lambda _: time.monotonic() < end, work.jobs(vocab_size, 0))
         sampler = asyncio.create_task(sample_memory(pids, samples))
         watch = await watched(lambda: load.closed_loop(jobs, args.streams))
