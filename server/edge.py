@@ -54,7 +54,7 @@ def spare_full_collections() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(1_000, 10, 1 << 30)
+    gc.set_threshold(1_000, 3, 1 << 30)
 
 
 class Edge:
