@@ -27,8 +27,8 @@ TOKENS, ASKED = 500, 30000
 BYTES_A_STREAM = LIMIT + (1 << 16) + (1 << 15)
 
 # Streams of a client whose gRPC takes 64 KiB ahead, as that of most languages does; a stopped one of Python's own would
-# announce more, and its kernel would take that. It reads the first chunk of each stream, stands still until it is told to
-# go on, then reads what is left.
+# have announced more, and its kernel would take that. It reads the first chunk of each stream, stands still until it is
+# told to go on, then reads what is left.
 LAZY_CLIENT = """
 import json, sys
 import grpc
