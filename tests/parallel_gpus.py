@@ -8,11 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from proto.config import WorkerOptions
 from proto.messages import StepPlan, StepResult, column
+from scripts.gpu import ranks
+from tests.flashinfer_cases import DOUBLE
 from tests.flashinfer_double import simulate
 from tests.flashinfer_double.memory import DeviceTensor, queue
 from worker.cuda.group import DeviceGroup
@@ -104,6 +108,13 @@ def play(
         while flight:
             _settle(found, flight)
     return found
+
+
+def kit_logits(group: Group, deterministic: bool) -> npt.NDArray[np.float32]:
+    """What scripts/gpu/check compares where there are two GPUs."""
+    with simulate(seed=20 + group.rank):
+        devices = DeviceGroup(group, LateGloo(group.size), deterministic=deterministic)
+        return ranks.logits(DOUBLE, deterministic, devices)
 
 
 def _settle(found: Played, flight: list[Deferred]) -> None:

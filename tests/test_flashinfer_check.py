@@ -1,6 +1,7 @@
 """The GPU kit, as far as a machine without a GPU can run it."""
 
 import zipfile
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,24 @@ def test_every_timing_runs_on_the_double() -> None:
         assert scale.requests * scale.lengths[0] <= served["tokens_out"] <= scale.requests * scale.lengths[1]
 
 
+def test_more_rows_than_a_step_can_prefill_are_timed_too() -> None:
+    """The first of them decode while the last are prefilled, and so need more room than those have."""
+    scale = replace(speed.GRAIN, batches=(60,), steps=1)
+    with simulate(seed=1):
+        (decoded,) = speed.decode(scale, bandwidth=1e9)
+    assert decoded["context"] > scale.context + 20
+
+
+def test_parts_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "prefill", lambda scale, rate: {"rate": rate})
+    with simulate():
+        report = check.run(DOUBLE, speed.GRAIN, only=["prefill"])
+        assert list(report["parts"]) == ["what the machine can do", "prefill"]
+        assert report["parts"]["prefill"]["result"]["rate"] > 0
+        with pytest.raises(SystemExit, match="no parts: speed; there are: families against the reference, "):
+            check.run(DOUBLE, speed.GRAIN, only=["speed"])
+
+
 def test_rooflines_count_the_real_models() -> None:
     assert speed._weights(speed.LLAMA_8B) == pytest.approx(8.03e9, rel=0.001)
     assert speed._weights(speed.QWEN3_06B) == pytest.approx(0.596e9, rel=0.001)
@@ -44,14 +63,16 @@ def test_a_part_that_fails_is_named_and_others_run(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(check, name, lambda *_: {"largest_difference": 0.125})
     for name in ("decode", "admissions", "throughput", "prefill"):
         monkeypatch.setattr(speed, name, lambda *_: {})
+    told: list[str] = []
     with simulate():
-        report = check.run(DOUBLE, speed.GRAIN)
+        report = check.run(DOUBLE, speed.GRAIN, tell=lambda found, name: told.append(list(found["parts"])[-1]))
     assert report["failed"] == ["families against the reference"]
     assert report["machine"]["simulated"] is True
-    text = check.table(report)
-    assert "AssertionError: logits differ by 9" in text
-    assert "largest_difference 0.125" in text
-    assert text.endswith("failed: families against the reference")
+    text = [line for name in told for line in check.lines_of(name, report)]
+    assert "    error AssertionError: logits differ by 9" in text
+    assert "    largest_difference 0.125" in text
+    assert check.verdict(report).endswith("failed: families against the reference")
+    assert told == list(report["parts"])  # each as soon as it was over
 
 
 def test_without_a_gpu_the_check_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

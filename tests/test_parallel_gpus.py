@@ -1,6 +1,7 @@
 """Two ranks of the cuda device, each on a simulated GPU in a process of its own, against one rank on the CPU."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import torch
 
 from engine.models import prepare
 from proto.config import WorkerOptions
+from scripts.gpu import ranks as kit
+from scripts.gpu import speed
 from tests import parallel_gpus, parallel_ranks
+from tests.flashinfer_cases import DOUBLE, GPU
 from tests.flashinfer_double import simulate
 from tests.layer_cases import worker_options
 from tests.parallel_gpus import Played
@@ -107,6 +111,26 @@ def test_the_pool_is_that_of_the_rank_with_least_room(tmp_path: Path, ranks: Ran
     results = ranks.run(parallel_gpus.play, [(share, plans), (less, plans)])
     assert results[0].pages == results[1].pages > 1000
     assert results[0].kv_bytes_per_token == 2 * LAYERS * 2 * 16 * 4  # of the whole model, for the scheduler
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@with_processes
+def test_what_the_gpu_kit_compares_is_the_same_by_one_rank_and_two(ranks: Ranks, deterministic: bool) -> None:
+    with simulate(seed=1):
+        alone = kit.logits(DOUBLE, deterministic, ALONE)
+    found = ranks.run_same(parallel_gpus.kit_logits, deterministic)
+    assert kit.judge(alone, found, DOUBLE.tolerance) > 0
+    for wrong in ([found[0], found[1] + 1e-6], [found[0] + 1e-3, found[1] + 1e-3]):
+        with pytest.raises(AssertionError, match=r"ranks have different logits|logits of 2 ranks differ"):
+            kit.judge(alone, wrong, DOUBLE.tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < kit.RANKS, reason="needs two GPUs")
+@pytest.mark.timeout(500)
+def test_ranks_on_gpus_have_the_logits_of_one() -> None:
+    found = kit.compare(GPU, replace(speed.H200, large=speed.QWEN3_06B, batches=(1, 32)), bandwidth=4e12)
+    assert [step["batch"] for step in found["decode"]] == [1, 32]
 
 
 # --------------------------------------------------------------------------- one process

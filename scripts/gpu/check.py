@@ -3,18 +3,23 @@
     scripts/gpu/check WHEELS [--out FILE]     on a machine with an H200, Python 3.12 and torch 2.11; no network
     scripts/gpu/check --double [--out FILE]   the same steps on the simulated GPU, tiny: is this script itself in order?
 
+What a part found is printed and written as soon as it is there: a machine may be lent for minutes. --only takes the
+names of parts that shall run, as after one that left CUDA unusable for those behind it.
+
 Correctness comes first: every family's tiny model against the reference in random steps, graphs against eager, the
-error of fp8 K/V, what the launch path asks of CUDA. Then speed (see speed.py). A part that fails is named and the
-others run; the exit status is 1 if one failed. On the double, figures of speed mean nothing and are not printed.
+error of fp8 K/V, what the launch path asks of CUDA. Then speed (see speed.py), and two ranks where there are two GPUs
+(see ranks.py). A part that fails is named and the others run; the exit status is 1 if one failed. On the double,
+figures of speed mean nothing and are not printed.
 """
 
 import argparse
+import gc
 import json
 import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from scripts.gpu import speed
+from scripts.gpu import ranks, speed
 from tests.flashinfer_cases import (
     BUCKETS,
     DOUBLE,
@@ -49,21 +54,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Check the GPU worker and time it.")
     parser.add_argument("--double", action="store_true", help="on the simulated GPU, tiny")
     parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="run these parts only")
     args = parser.parse_args()
     if not args.double and not torch.cuda.is_available():
         parser.error("torch sees no GPU; --double runs the same steps on the simulated one")
     device: AbstractContextManager[Any] = simulate(seed=1) if args.double else nullcontext()
+
+    def tell(report: dict[str, Any], name: str) -> None:
+        print("\n".join(lines_of(name, report)), flush=True)
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(report, indent=2) + "\n")
+
     with device:
-        report = run(DOUBLE if args.double else GPU, speed.GRAIN if args.double else speed.H200)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=2) + "\n")
-    print(table(report))
+        place, scale = (DOUBLE, speed.GRAIN) if args.double else (GPU, speed.H200)
+        print(heading(machine(place)), flush=True)
+        report = run(place, scale, args.only, tell)
+    print(verdict(report))
     return 1 if report["failed"] else 0
 
 
-def run(place: Place, scale: speed.Scale) -> dict[str, Any]:
-    """Every part, in order; a failure ends its own part only."""
+def run(
+    place: Place,
+    scale: speed.Scale,
+    only: Sequence[str] = (),
+    tell: Callable[[dict[str, Any], str], None] = lambda report, name: None,
+) -> dict[str, Any]:
+    """Every part, or those named, in order; a failure ends its own part only. `tell` hears of each that is over."""
     report: dict[str, Any] = {"machine": machine(place), "parts": {}, "failed": []}
     machine_rates: dict[str, float] = {}
 
@@ -85,7 +102,14 @@ def run(place: Place, scale: speed.Scale) -> dict[str, Any]:
     }
     if place is not DOUBLE:  # which has no CUPTI; its own strict mode is for tests
         parts["launch path"] = lambda: speed.launch_calls(scale)
+        if torch.cuda.device_count() >= ranks.RANKS:  # tests show them on simulated GPUs
+            parts["ranks"] = lambda: ranks.compare(place, scale, machine_rates["copy_bytes_per_s"])
+    if unknown := set(only) - set(parts):
+        raise SystemExit(f"no parts: {', '.join(sorted(unknown))}; there are: {', '.join(parts)}")
+    wanted = {*only, "what the machine can do"} if only else set(parts)
     for name, part in parts.items():
+        if name not in wanted:
+            continue
         begin = time.monotonic()
         try:
             found = part()
@@ -94,6 +118,9 @@ def run(place: Place, scale: speed.Scale) -> dict[str, Any]:
             report["failed"].append(name)
             found = {"error": f"{type(error).__name__}: {error}"}
         report["parts"][name] = {"result": found, "seconds": round(time.monotonic() - begin, 2)}
+        tell(report, name)
+        gc.collect()  # what a failed part has left behind, too
+        torch.cuda.empty_cache()
     return report
 
 
@@ -153,25 +180,29 @@ def fp8(place: Place) -> dict[str, float]:
     return {"steps": 12, "tolerance": FP8_TOLERANCE, "largest_difference": worst}
 
 
-def table(report: dict[str, Any]) -> str:
-    """For people. Speeds of the simulated GPU are left out."""
-    here = report["machine"]
-    lines = [f"{here['gpu']}, torch {here['torch']}, FlashInfer {here['flashinfer']}, {here['dtype']}", ""]
-    for name, part in report["parts"].items():
-        lines.append(f"{name} ({part['seconds']} s)")
-        result = part["result"]
-        if name not in EXACT and here["simulated"] and "error" not in result:
-            lines.append("    ran; the simulated GPU has no speed")
-            continue
-        rows = result if isinstance(result, list) else [result]
-        lines += ["    " + ", ".join(f"{key} {_text(value)}" for key, value in row.items()) for row in rows]
-    lines += ["", f"failed: {', '.join(report['failed'])}" if report["failed"] else "nothing failed"]
-    return "\n".join(lines)
+def heading(here: dict[str, Any]) -> str:
+    return f"{here['gpu']}, torch {here['torch']}, FlashInfer {here['flashinfer']}, {here['dtype']}\n"
+
+
+def lines_of(name: str, report: dict[str, Any]) -> list[str]:
+    """A part's results for people. Speeds of the simulated GPU are left out."""
+    part, lines = report["parts"][name], [f"{name} ({report['parts'][name]['seconds']} s)"]
+    result = part["result"]
+    if name not in EXACT and report["machine"]["simulated"] and "error" not in result:
+        return [*lines, "    ran; the simulated GPU has no speed"]
+    rows = result if isinstance(result, list) else [result]
+    return lines + ["    " + ", ".join(f"{key} {_text(value)}" for key, value in row.items()) for row in rows]
+
+
+def verdict(report: dict[str, Any]) -> str:
+    return f"\nfailed: {', '.join(report['failed'])}" if report["failed"] else "\nnothing failed"
 
 
 def _text(value: Any) -> str:
     if isinstance(value, dict):
         return "; ".join(f"{key} {_text(item)}" for key, item in value.items())
+    if isinstance(value, list):
+        return " | ".join(_text(item) for item in value)
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from worker.cuda import load
 from worker.cuda.device import CudaDevice
 from worker.cuda.start import start
 from worker.device import Deferred
+from worker.parallel import ALONE, Group
 
 PAGE = 16
 EMPTY = b""
@@ -116,9 +118,17 @@ def _seconds(work: Callable[[], object], times: int = 10) -> float:
 # --------------------------------------------------------------------------- a device and its plans
 
 
-def make_device(config: ModelConfig, *, rows: int, tokens: int, pages: int, length: int) -> tuple[CudaDevice, float]:
-    """A device with random weights, and the seconds that its graphs took to capture."""
-    load._fill_dummy = _fill_on_device  # the worker draws on the CPU, which takes minutes for 8 billion numbers
+def make_device(
+    config: ModelConfig,
+    *,
+    rows: int,
+    tokens: int,
+    length: int,
+    group: Group = ALONE,
+    fill: Callable[[Any, int], None] | None = None,
+    deterministic: bool = False,
+) -> tuple[CudaDevice, float]:
+    """A device with random weights, and the seconds that its graphs took to capture. `fill`: other weights."""
     manifest = ModelManifest(
         name="random", source="random", weight_format="none", weight_files=(), config=config, tokenizer_json=""
     )
@@ -129,13 +139,15 @@ def make_device(config: ModelConfig, *, rows: int, tokens: int, pages: int, leng
         load_format="dummy",
         seed=0,
         page_size=PAGE,
-        num_pages=pages,
+        num_pages=rows * (-(-length // PAGE) + 1),
         kv_bytes=None,
         gpu_memory_utilization=0.9,
         max_model_len=length,
         max_num_seqs=rows,
         max_num_batched_tokens=tokens,
         threads=None,
+        tensor_parallel_size=group.size,
+        deterministic=deterministic,
     )
     captures: list[float] = []
 
@@ -143,7 +155,9 @@ def make_device(config: ModelConfig, *, rows: int, tokens: int, pages: int, leng
         if text == "capturing CUDA graphs":
             captures.append(time.monotonic())
 
-    device = start(options, progress)
+    # The worker draws on the CPU, which takes minutes for 8 billion numbers.
+    with mock.patch.object(load, "_fill_dummy", fill or _fill_on_device):
+        device = start(options, progress, group)
     return device, captures[-1] - captures[0] if captures else 0.0
 
 
@@ -210,6 +224,18 @@ class Driver:
                 self._rows = np.array(self._decoding, np.int32)
         self.settle(self._depth - 1)
 
+    def fill(self, rows: int, length: int, tokens: int) -> None:
+        """Prompts of `length` for slots 0 to rows - 1, as many in a step as `tokens` allow beside what decodes."""
+        at_once = max((tokens - rows) // length, 1)
+        for first in range(0, rows, at_once):
+            slots = range(first, min(first + at_once, rows))
+            self.run(dict.fromkeys(slots, length), [(slot, length, True) for slot in slots])
+
+    @property
+    def tokens(self) -> int:
+        """Of all rows, whose K and V a decode step reads."""
+        return sum(self._lengths[slot] for slot in self._decoding)
+
     def settle(self, most: int = 0) -> None:
         while len(self._flying) > most:
             self.results.append(self._flying.popleft().wait())
@@ -247,20 +273,21 @@ def _i32(values: list[int]) -> bytes:
 # --------------------------------------------------------------------------- what is timed
 
 
-def decode(scale: Scale, bandwidth: float) -> Iterator[dict[str, Any]]:
-    """Steps of decode rows alone, against reading weights and K/V once."""
+def decode(scale: Scale, bandwidth: float, group: Group = ALONE) -> Iterator[dict[str, Any]]:
+    """Steps of decode rows alone, against reading weights and K/V once, of which each rank has its part."""
     config = scale.large
-    length = scale.context + 2 * scale.steps + 2 * PAGE
     for batch in scale.batches:
-        pages = batch * (-(-length // PAGE) + 1)
-        device, capture_s = make_device(config, rows=batch, tokens=max(scale.prompt, batch), pages=pages, length=length)
+        tokens = max(scale.prompt, scale.context + batch)
+        # The first rows decode while the others are prefilled.
+        length = scale.context + batch + scale.steps + 2 * PAGE
+        device, capture_s = make_device(config, rows=batch, tokens=tokens, length=length, group=group)
         driver = Driver(device)
-        for slot in range(batch):
-            driver.run({slot: scale.context}, [(slot, scale.context, True)])
+        driver.fill(batch, scale.context, tokens)
         driver.run()
         driver.settle()
         driver.results.clear()
         torch.cuda.set_sync_debug_mode("error")  # waiting for events, as `settle` does, is no hidden wait
+        tokens_before = driver.tokens
         begin = time.perf_counter()
         for _ in range(scale.steps):
             driver.run()
@@ -268,12 +295,13 @@ def decode(scale: Scale, bandwidth: float) -> Iterator[dict[str, Any]]:
         torch.cuda.set_sync_debug_mode("default")
         wall = (time.perf_counter() - begin) / scale.steps
         weights = _weight_bytes(config)
-        kv = batch * (scale.context + scale.steps / 2) * device.kv_bytes_per_token
-        roofline = (weights + kv) / bandwidth
+        tokens_read = (tokens_before + driver.tokens) / 2
+        kv = tokens_read * device.kv_bytes_per_token
+        roofline = (weights + kv) / group.size / bandwidth
         busy = sum(r.device_ns for r in driver.results) / 1e9 / scale.steps
         yield {
             "batch": batch,
-            "context": scale.context,
+            "context": tokens_read / batch,
             "step_ms": wall * 1e3,
             "device_ms": busy * 1e3,
             "roofline_ms": roofline * 1e3,
@@ -289,17 +317,11 @@ def decode(scale: Scale, bandwidth: float) -> Iterator[dict[str, Any]]:
 def admissions(scale: Scale) -> dict[str, Any]:
     """Decode steps of a small model, each of which admits one prompt: how long the device waits for the host."""
     rows, steps = max(scale.batches), scale.steps
-    length = scale.chunk + 2 * steps + 2 * PAGE
-    device, _ = make_device(
-        scale.small,
-        rows=rows + steps + 1,
-        tokens=rows * scale.chunk,
-        pages=(rows + steps + 1) * (-(-length // PAGE) + 1),
-        length=length,
-    )
+    tokens = max(scale.prompt, scale.chunk + rows + steps)
+    length = scale.chunk + rows + steps + 2 * PAGE
+    device, _ = make_device(scale.small, rows=rows + steps + 1, tokens=tokens, length=length)
     driver = Driver(device)
-    for slot in range(rows):
-        driver.run({slot: scale.chunk}, [(slot, scale.chunk, True)])
+    driver.fill(rows, scale.chunk, tokens)
     driver.settle()
     driver.results.clear()
     begin = time.perf_counter()
@@ -319,8 +341,7 @@ def admissions(scale: Scale) -> dict[str, Any]:
 def prefill(scale: Scale, rate: float) -> dict[str, Any]:
     """One prompt in one step, against the rate of a large matrix product."""
     config, tokens, times = scale.large, scale.prompt, 4
-    pages = times * (tokens // PAGE + 1)
-    device, _ = make_device(config, rows=times, tokens=tokens, pages=pages, length=tokens + 2 * PAGE)
+    device, _ = make_device(config, rows=times, tokens=tokens, length=tokens + 2 * PAGE)
     driver = Driver(device, depth=1)
     for slot in range(times):
         driver.run({slot: tokens}, [(slot, tokens, False)])
@@ -343,9 +364,8 @@ def throughput(scale: Scale) -> dict[str, Any]:
     config, count, (low, high) = scale.small, scale.requests, scale.lengths
     random = np.random.default_rng(0)
     prompts, outputs = (random.integers(low, high + 1, count).tolist() for _ in range(2))
-    pages = sum(-(-(p + o) // PAGE) + 1 for p, o in zip(prompts, outputs, strict=True))
     budget = max(scale.prompt, high)
-    device, _ = make_device(config, rows=count, tokens=budget, pages=pages, length=2 * high + 2 * PAGE)
+    device, _ = make_device(config, rows=count, tokens=budget, length=2 * high + 2 * PAGE)
     driver = Driver(device)
     waiting = deque(range(count))
     left: dict[int, int] = {}
@@ -374,13 +394,11 @@ def launch_calls(scale: Scale) -> dict[str, int]:
     waits for the stream or the device, on an allocation, and on a copy of pageable memory.
     """
     rows = max(scale.batches)
-    length = scale.chunk + 4 * scale.steps + 2 * PAGE
-    device, _ = make_device(
-        scale.small, rows=rows, tokens=scale.chunk + rows, pages=rows * (-(-length // PAGE) + 1), length=length
-    )
+    tokens = max(scale.prompt, scale.chunk + rows)
+    length = scale.chunk + rows + scale.steps + TRACED_STEPS + 2 * PAGE
+    device, _ = make_device(scale.small, rows=rows, tokens=tokens, length=length)
     driver = Driver(device)
-    for slot in range(rows):
-        driver.run({slot: scale.chunk}, [(slot, scale.chunk, True)])
+    driver.fill(rows, scale.chunk, tokens)
     for _ in range(scale.steps):
         driver.run()
     driver.settle()
