@@ -186,3 +186,13 @@ def test_weights_that_cannot_be_read_end_the_start_and_are_named(run_dir: Path) 
         assert "Traceback" not in errors
     finally:
         surroundings.close()
+
+
+@pytest.mark.parametrize("module", ["worker.law", "worker.torch_forward"])
+def test_openmp_spins_as_briefly_as_we_say(module: str) -> None:
+    """Whichever module imports torch first: OpenMP reads how long when it is loaded, and never again."""
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    environment |= {"OMP_DISPLAY_ENV": "verbose", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", "-c", f"import {module}"]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True).stderr
+    assert "GOMP_SPINCOUNT = '2000'" in said

@@ -1,9 +1,7 @@
 """The worker between its inbox and its device: plans in, one after another; results out by their own thread."""
 
-import sys
 from collections import deque
 
-from engine.runtime.garbage import tame_gc
 from engine.runtime.stage import Stage
 from proto.channel import Address
 from proto.config import WorkerOptions
@@ -14,17 +12,11 @@ from worker.output import OutputThread
 from worker.parallel import PeerLostError
 from worker.ranks import Followers, end_without_peers
 
-# A result must not wait 5 ms, the default, for a launching thread that is busy in Python. At 0.1 ms, steps of 0.45 ms
-# still lost 3 % of the device (`quintet bench host`).
-_SWITCH_INTERVAL = 5e-6
-
 
 class WorkerLoop:
     """Implements `engine.runtime.stage.Handler`."""
 
     def __init__(self, stage: Stage, device: Device, followers: Followers) -> None:
-        tame_gc()
-        sys.setswitchinterval(_SWITCH_INTERVAL)
         self._stage = stage
         self._device = device
         self._followers = followers

@@ -3,10 +3,6 @@
 import os
 from collections.abc import Callable
 
-# Between its parallel regions torch's OpenMP spins for milliseconds, on cores that our own kernels and the other
-# stages need. It reads this when it is loaded.
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-
 import numba
 import torch
 
