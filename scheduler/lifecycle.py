@@ -21,6 +21,8 @@ from scheduler.request import ID_BYTES, Request, State
 from scheduler.running import Running
 from scheduler.stops import StopTable
 
+_STALE_DEADLINES = 1024  # entries of requests that wait no longer, kept beside those that do
+
 
 @dataclass(slots=True)
 class Counts:
@@ -124,6 +126,9 @@ class Lifecycle:
         request.long = self._admission.is_long(uncached)
         self._queues.push(request)
         if request.deadline:
+            if len(self._deadlines) > 2 * len(self._queues) + _STALE_DEADLINES:
+                self._deadlines = [entry for entry in self._deadlines if self._waits(*entry[1:]) is not None]
+                heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (request.deadline, request.rid, request.attempt))
 
     def preempt(self, request: Request) -> None:
@@ -186,13 +191,17 @@ class Lifecycle:
     def expire(self, now: int) -> None:
         """Refuse waiting requests whose deadline has passed. Running ones are the server's to abort."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, rid, attempt = heapq.heappop(self._deadlines)
-            request = self._registry.requests.get(rid)
-            if request is None or request.attempt != attempt or request.state is not State.QUEUED:
+            request = self._waits(*heapq.heappop(self._deadlines)[1:])
+            if request is None:
                 continue
             refusal = self._admission.late(request, now)
             assert refusal is not None
             self.refuse(request, refusal)
+
+    def _waits(self, rid: int, attempt: int) -> Request | None:
+        """The request, if it is in the queue."""
+        request = self._registry.requests.get(rid)
+        return request if request is not None and request.attempt == attempt and request.ticket else None
 
     def _forget(self, request: Request) -> None:
         request.state = State.ENDED
