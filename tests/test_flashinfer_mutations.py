@@ -281,13 +281,14 @@ def slots_are_one_off(patch: Patch) -> None:
 def keys_are_written_after_attention(patch: Patch) -> None:
     original = FlashInferAttention.run
 
-    def edited(self: Any, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        slots = self.kv_slots
+    def edited(self: Any, layer: int, *qkv: Any) -> torch.Tensor:
+        slots, parts = self.kv_slots, self._parts
+        again: list[Any] = [x.clone() if isinstance(x, torch.Tensor) else x for x in qkv]
         self.kv_slots = torch.full_like(slots, self.dummy_slot)
-        out = original(self, layer, q, k, v)
-        self.kv_slots = slots
-        n = self._tokens
-        self._kernels.write_kv(k[:n], v[:n], slots[:n], self.keys[layer], self.values[layer], 1.0, 1.0)
+        out = original(self, layer, *qkv)
+        self.kv_slots, self._parts = slots, ()
+        original(self, layer, *again)
+        self._parts = parts
         return out
 
     patch.setattr(FlashInferAttention, "run", edited)

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from worker.attention.base import Rotation
+from worker.attention.cpu import rotate
+from worker.attention.reference import rotate as reference_rotate
 from worker.layers import gemm
 from worker.layers.cpu_ops import CpuOps, bits
 from worker.layers.gemm import GemmRule, GemmShape, find_rule
@@ -84,8 +87,9 @@ def test_row_kernels_equal_the_reference(dtype: torch.dtype, size: int) -> None:
     angle = torch.rand(50, 8, generator=generator) * 6
     positions = torch.tensor([3, 49, 0, 7, 7], dtype=torch.int32)  # two rows are padding: left alone
     rotated, expected = q.clone(), q.clone()
-    cpu.rotate(rotated, positions, angle.cos(), angle.sin())
-    reference.rotate(expected, positions, angle.cos(), angle.sin())
+    rotation = Rotation(positions, angle.cos(), angle.sin())
+    rotate(rotated, rotation)
+    reference_rotate(expected, rotation)
     close(rotated, expected)
     assert torch.equal(rotated[5:], q[5:])
 

@@ -8,19 +8,41 @@ from tests.flashinfer_double.strict import need
 _FP8 = torch.float8_e4m3fn
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """As worker.layers.cuda_kernels.rotate."""
-    need(x.stride(-1) == 1 and positions.dtype == torch.int32, "x dense in its last dimension, positions int32")
-    rows = positions.shape[0]
-    target, at, c, s = (t.raw for t in (x, positions, cos, sin))  # type: ignore[attr-defined]
+def rotate_and_write(
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    k_scale: float,
+    v_scale: float,
+) -> None:
+    """As worker.layers.cuda_kernels.rotate_and_write."""
+    need(positions.dtype == slots.dtype == torch.int32, "positions and slots are int32")
+    need(
+        len({len(t) for t in (q, k, v, positions, slots)}) == 1,
+        "q, k, v, positions and slots have a row for each token",
+    )
+    need(all(t.stride(-1) == 1 for t in (q, k, v)), "q, K and V dense in their last dimension")
+    tensors = (q, k, v, positions, cos, sin, slots, keys, values)
+    turned, raw_k, raw_v, at, c, s, places, to_k, to_v = (t.raw for t in tensors)  # type: ignore[attr-defined]
 
     def work() -> None:
         need(bool(((at >= 0) & (at < c.shape[0])).all()), "a position is outside the tables")
-        a, b = target[:rows].float().chunk(2, -1)
         cosine, sine = c[at.long()][:, None], s[at.long()][:, None]
-        target[:rows] = torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1).to(target.dtype)
 
-    queue("rotate", work, [x, positions, cos, sin])
+        def turn(x: torch.Tensor) -> torch.Tensor:
+            a, b = x.float().chunk(2, -1)
+            return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
+
+        turned.copy_(turn(turned))
+        _write(turn(raw_k), raw_v, places, to_k, to_v, k_scale, v_scale)
+
+    queue("rotate_and_write", work, tensors)
 
 
 def write_kv(
@@ -37,13 +59,22 @@ def write_kv(
     need(k.stride(-1) == 1 and v.stride(-1) == 1, "K and V dense in their last dimension")
     raw_k, raw_v, at, to_k, to_v = (t.raw for t in (k, v, slots, keys, values))  # type: ignore[attr-defined]
 
-    def work() -> None:
-        flat_k, flat_v = to_k.flatten(0, 1), to_v.flatten(0, 1)
-        need(bool(((at >= 0) & (at < flat_k.shape[0])).all()), "a slot is outside the pool")
-        flat_k[at.long()] = _quantise(raw_k, k_scale, to_k.dtype)
-        flat_v[at.long()] = _quantise(raw_v, v_scale, to_v.dtype)
+    queue("write_kv", lambda: _write(raw_k, raw_v, at, to_k, to_v, k_scale, v_scale), [k, v, slots, keys, values])
 
-    queue("write_kv", work, [k, v, slots, keys, values])
+
+def _write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    k_scale: float,
+    v_scale: float,
+) -> None:
+    flat_k, flat_v = keys.flatten(0, 1), values.flatten(0, 1)
+    need(bool(((slots >= 0) & (slots < flat_k.shape[0])).all()), "a slot is outside the pool")
+    flat_k[slots.long()] = _quantise(k, k_scale, keys.dtype)
+    flat_v[slots.long()] = _quantise(v, v_scale, values.dtype)
 
 
 def _quantise(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:

@@ -37,15 +37,27 @@ class AttentionShape:
         return alibi_slopes(heads.total)[heads.start : heads.stop]
 
 
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """How a step's q and k are to be rotated (RoPE), dimension i with i + d/2."""
+
+    positions: "torch.Tensor"  # [T ≤ N] int32, of the device
+    cos: "torch.Tensor"  # [max_position, d/2] float32
+    sin: "torch.Tensor"
+
+
 class AttentionBackend(Protocol):
     """Owns the KV memory; `plan` once a step, then `run` for each layer in order."""
 
     def plan(self, batch: StepBatch) -> None:
         """Take in the step's rows. Nothing of an earlier step is kept."""
 
-    def run(self, layer: int, q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor") -> "torch.Tensor":
+    def run(
+        self, layer: int, q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor", rotation: Rotation | None = None
+    ) -> "torch.Tensor":
         """Write K and V of the step's T tokens into their pages, then attend causally, with scores as the shape says.
 
-        q [N, heads, d], k and v [N, kv_heads, d], already rotated, in the backend's dtype; N ≥ T, rows from
-        T on are padding. Returns [N, heads × d] in the same dtype; padding rows are zero.
+        q [N, heads, d], k and v [N, kv_heads, d] in the backend's dtype; N ≥ T, rows from T on are padding. With a
+        `rotation` q and k are rotated first, computed in float32 and rounded once; they may be overwritten. Returns
+        [N, heads × d] in the same dtype; padding rows are zero.
         """

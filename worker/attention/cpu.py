@@ -6,8 +6,9 @@ import numpy.typing as npt
 import torch
 
 from worker.attention import kernels
-from worker.attention.base import AttentionShape
+from worker.attention.base import AttentionShape, Rotation
 from worker.batch import I32Array, StepBatch
+from worker.layers import kernels as row_kernels
 from worker.layers.cpu_ops import bits
 from worker.loader.errors import LoadError
 
@@ -39,12 +40,17 @@ class CpuAttention:
         blocks = self.shape.num_kv_heads * (int(batch.positions.sum()) // kernels.BLOCK + len(batch.positions))
         self._used_threads = self.threads if blocks >= PARALLEL_BLOCKS else 1
 
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotation: Rotation | None = None
+    ) -> torch.Tensor:
         batch = self._batch
         keys, values = self.keys[layer], self.values[layer]
         window = self.shape.windows[layer] if self.shape.windows else 0
         out = torch.zeros(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype)
         numba.set_num_threads(self._used_threads)
+        if rotation is not None:
+            rotate(q, rotation)
+            rotate(k, rotation)
         kernels.write_kv(bits(k), bits(v), batch.kv_slots, keys, values)
         kernels.attend(
             bits(q),
@@ -61,6 +67,12 @@ class CpuAttention:
             bits(out),
         )
         return out
+
+
+def rotate(x: torch.Tensor, rotation: Rotation) -> None:
+    """In place, x [N, heads, d]."""
+    positions, cos, sin = rotation.positions.numpy(), rotation.cos.numpy(), rotation.sin.numpy()
+    row_kernels.rotate(bits(x), positions, cos, sin)
 
 
 def work_items(batch: StepBatch, num_kv_heads: int, threads: int) -> I32Array:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from worker.attention.base import AttentionShape
+from worker.attention.base import AttentionShape, Rotation
 from worker.attention.flashinfer_api import check_wrapper, library
 from worker.attention.flashinfer_buffers import I32, PinnedRing, PinnedTurn
 from worker.batch import StepBatch
@@ -246,11 +246,17 @@ class FlashInferAttention:
 
     # ------------------------------------------------------------------ layers
 
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotation: Rotation | None = None
+    ) -> torch.Tensor:
         tokens = self._tokens
         keys, values = self.keys[layer], self.values[layer]
         k_scale, v_scale = self.kv_format.scale(layer)
-        self._kernels.write_kv(k[:tokens], v[:tokens], self.kv_slots[:tokens], keys, values, k_scale, v_scale)
+        to = k[:tokens], v[:tokens], self.kv_slots[:tokens], keys, values, k_scale, v_scale
+        if rotation is None:
+            self._kernels.write_kv(*to)
+        else:
+            self._kernels.rotate_and_write(q[:tokens], rotation.positions[:tokens], rotation.cos, rotation.sin, *to)
         window = self.shape.windows[layer] if self.shape.windows else 0
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for part in self._parts:

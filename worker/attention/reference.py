@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from worker.attention.base import AttentionShape
+from worker.attention.base import AttentionShape, Rotation
 from worker.batch import StepBatch
 
 
@@ -31,7 +31,12 @@ class ReferenceAttention:
             for token in range(batch.qo_indptr[row], batch.qo_indptr[row + 1]):
                 self._contexts.append(slots[: batch.positions[token] + 1])
 
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotation: Rotation | None = None
+    ) -> torch.Tensor:
+        if rotation is not None:
+            rotate(q, rotation)
+            rotate(k, rotation)
         tokens = len(self._slots)
         self.keys[layer, self._slots] = k[:tokens]
         self.values[layer, self._slots] = v[:tokens]
@@ -55,3 +60,11 @@ class ReferenceAttention:
             scores = scores + distance * self._slopes
         weights = torch.softmax(scores, dim=0)
         return (weights.unsqueeze(-1) * v).sum(0)
+
+
+def rotate(x: torch.Tensor, rotation: Rotation) -> None:
+    """In place, x [N, heads, d]."""
+    for row, position in zip(x, rotation.positions.tolist(), strict=False):
+        a, b = row.float().chunk(2, dim=-1)
+        c, s = rotation.cos[position], rotation.sin[position]
+        row.copy_(torch.cat([a * c - b * s, b * c + a * s], dim=-1))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from worker.attention.base import AttentionBackend
+from worker.attention.base import AttentionBackend, Rotation
 from worker.batch import StepBatch
 from worker.loader.load import Progress
 from worker.models.base import Model
@@ -34,6 +34,7 @@ class _Cut:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    rotation: Rotation | None
     out: torch.Tensor
 
 
@@ -80,7 +81,7 @@ class PiecewiseGraphs:
         self._positions[:size].copy_(positions)
         for graph, cut in zip(pieces.graphs, pieces.cuts, strict=False):
             graph.replay()
-            cut.out.copy_(attention.run(cut.layer, cut.q, cut.k, cut.v))
+            cut.out.copy_(attention.run(cut.layer, cut.q, cut.k, cut.v, cut.rotation))
         pieces.graphs[-1].replay()
         return pieces.hidden
 
@@ -104,7 +105,9 @@ class _NoAttention:
     def plan(self, batch: StepBatch) -> None:
         """Nothing is planned."""
 
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotation: Rotation | None = None
+    ) -> torch.Tensor:
         return torch.zeros(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
 
 
@@ -125,11 +128,13 @@ class _Cutter(_NoAttention):
     def end(self) -> None:
         self.graphs[-1].capture_end()
 
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotation: Rotation | None = None
+    ) -> torch.Tensor:
         self.end()
         self.kept += self.lives.now()
         out = super().run(layer, q, k, v)
-        self.cuts.append(_Cut(layer, q, k, v, out))
+        self.cuts.append(_Cut(layer, q, k, v, rotation, out))
         self.begin()
         return out
 

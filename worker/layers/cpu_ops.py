@@ -46,10 +46,6 @@ class CpuOps:
         x = x + delta
         return x, self.rms_norm(x, weight, eps)
 
-    def rotate(self, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        self._share(x)
-        kernels.rotate(bits(x), positions.numpy(), cos.numpy(), sin.numpy())
-
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         self._share(gate_up)

@@ -1,7 +1,8 @@
 """GPU kernels of our own, in Triton; imported through `worker.attention.flashinfer_api` only.
 
-One program for each token and head, each with one vector of head_dim elements: simple rather than fast to the last
-microsecond. Tests on a CPU use a double with the same functions; these have not been run on a GPU yet.
+Simple rather than fast to the last microsecond. Tests on a CPU use a double with the same functions;
+tests/test_cuda_kernels.py runs these on a GPU, or in Triton's interpreter. They compile for sm_90, but none has run on
+a GPU yet.
 """
 
 import torch
@@ -12,28 +13,10 @@ FP8_MAX = 448.0  # of float8_e4m3fn
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _rotate(  # type: ignore[no-untyped-def]
-    x, positions, cos, sin, row_stride, head_stride, half: tl.constexpr, width: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    i = tl.arange(0, width)
-    inside = i < half
-    position = tl.load(positions + row).to(tl.int64)
-    c = tl.load(cos + position * half + i, mask=inside, other=0.0)
-    s = tl.load(sin + position * half + i, mask=inside, other=0.0)
-    at = x + row * row_stride + head * head_stride + i
-    a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, (a * c - b * s).to(x.dtype.element_ty), mask=inside)
-    tl.store(at + half, (b * c + a * s).to(x.dtype.element_ty), mask=inside)
-
-
-def rotate(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate x [N, heads, d] in place, its first T rows; positions [T] int32, cos and sin [positions, d/2] float32."""
-    half = x.shape[2] // 2
-    grid = (positions.shape[0], x.shape[1])
-    _rotate[grid](x, positions, cos, sin, x.stride(0), x.stride(1), half, triton.next_power_of_2(half))
+def _put(to, value, inverse, limit, inside, quantise: tl.constexpr):  # type: ignore[no-untyped-def]
+    if quantise:
+        value = tl.minimum(tl.maximum(value.to(tl.float32) * inverse, -limit), limit)
+    tl.store(to, value.to(to.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -62,11 +45,8 @@ def _write_kv(  # type: ignore[no-untyped-def]
     to = (tl.load(slots + row).to(tl.int64) * heads + head) * size + i
     key = tl.load(k + row * k_row + head * k_head + i, mask=inside, other=0.0)
     value = tl.load(v + row * v_row + head * v_head + i, mask=inside, other=0.0)
-    if quantise:
-        key = tl.minimum(tl.maximum(key.to(tl.float32) * k_inverse, -limit), limit)
-        value = tl.minimum(tl.maximum(value.to(tl.float32) * v_inverse, -limit), limit)
-    tl.store(keys + to, key.to(keys.dtype.element_ty), mask=inside)
-    tl.store(values + to, value.to(values.dtype.element_ty), mask=inside)
+    _put(keys + to, key, k_inverse, limit, inside, quantise)
+    _put(values + to, value, v_inverse, limit, inside, quantise)
 
 
 def write_kv(
@@ -99,6 +79,109 @@ def write_kv(
         heads,
         size,
         triton.next_power_of_2(size),
+        keys.dtype != k.dtype,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _turn(at, cos, sin, half, inside):  # type: ignore[no-untyped-def]
+    a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
+    return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _rotate_and_write(  # type: ignore[no-untyped-def]
+    q,
+    k,
+    v,
+    positions,
+    cos,
+    sin,
+    slots,
+    keys,
+    values,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    k_inverse,
+    v_inverse,
+    limit,
+    heads,
+    kv_heads,
+    half: tl.constexpr,
+    width: tl.constexpr,
+    quantise: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    i = tl.arange(0, width)
+    inside = i < half
+    angle = tl.load(positions + row).to(tl.int64) * half + i
+    c = tl.load(cos + angle, mask=inside, other=0.0)
+    s = tl.load(sin + angle, mask=inside, other=0.0)
+    if head < heads:
+        at = q + row * q_row + head * q_head + i
+        a, b = _turn(at, c, s, half, inside)
+        tl.store(at, a.to(q.dtype.element_ty), mask=inside)
+        tl.store(at + half, b.to(q.dtype.element_ty), mask=inside)
+    else:
+        head -= heads
+        a, b = _turn(k + row * k_row + head * k_head + i, c, s, half, inside)
+        to = (tl.load(slots + row).to(tl.int64) * kv_heads + head) * 2 * half + i
+        _put(keys + to, a, k_inverse, limit, inside, quantise)
+        _put(keys + to + half, b, k_inverse, limit, inside, quantise)
+        value = v + row * v_row + head * v_head + i
+        low = tl.load(value, mask=inside, other=0.0)
+        high = tl.load(value + half, mask=inside, other=0.0)
+        _put(values + to, low, v_inverse, limit, inside, quantise)
+        _put(values + to + half, high, v_inverse, limit, inside, quantise)
+
+
+def rotate_and_write(
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    k_scale: float,
+    v_scale: float,
+) -> None:
+    """Rotate q [T, heads, d] in place, and put k, rotated, and v as `write_kv` does; k itself is left as it is.
+
+    positions [T] int32, cos and sin [positions, d/2] float32.
+    """
+    heads, kv_heads, half = q.shape[1], k.shape[1], q.shape[2] // 2
+    _rotate_and_write[(q.shape[0], heads + kv_heads)](
+        q,
+        k,
+        v,
+        positions,
+        cos,
+        sin,
+        slots,
+        keys,
+        values,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        1.0 / k_scale,
+        1.0 / v_scale,
+        FP8_MAX,
+        heads,
+        kv_heads,
+        half,
+        triton.next_power_of_2(half),
         keys.dtype != k.dtype,
     )
 

@@ -62,9 +62,6 @@ class CudaOps:
         self._flashinfer.fused_add_rmsnorm(delta, x, weight, eps)  # the sum into x, its norm into delta
         return x, delta
 
-    def rotate(self, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        self._kernels.rotate(x, positions, cos, sin)
-
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         self._flashinfer.silu_and_mul(gate_up, out=out)

@@ -42,9 +42,6 @@ class Ops(Protocol):
         x and delta may be overwritten and must not be used again.
         """
 
-    def rotate(self, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotate x [N, heads, d] in place by cos, sin [max_position, d/2] float32; positions [T ≤ N] int32."""
-
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) × up of [N, 2i] = gate | up → [N, i]."""
 

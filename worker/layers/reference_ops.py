@@ -29,12 +29,6 @@ class ReferenceOps:
         x = x + delta
         return x, self.rms_norm(x, weight, eps)
 
-    def rotate(self, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        for row, position in zip(x, positions.tolist(), strict=False):
-            a, b = row.float().chunk(2, dim=-1)
-            c, s = cos[position], sin[position]
-            row.copy_(torch.cat([a * c - b * s, b * c + a * s], dim=-1))
-
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         def activate(row: torch.Tensor) -> torch.Tensor:
             gate, up = row.chunk(2, dim=-1)

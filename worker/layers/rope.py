@@ -6,20 +6,18 @@ from collections.abc import Callable
 import torch
 
 from proto.model import RopeConfig
-from worker.layers.ops import Ops
+from worker.attention.base import Rotation
 
 
 class Rope:
     """Tables [max_position, head_dim/2] float32, looked up by absolute position."""
 
-    def __init__(self, ops: Ops, config: RopeConfig, head_dim: int, max_position: int) -> None:
-        self._ops = ops
+    def __init__(self, config: RopeConfig, head_dim: int, max_position: int) -> None:
         self.cos, self.sin = tables(config, head_dim, max_position)
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> None:
-        """Rotate q [N, heads, d] and k [N, kv_heads, d] in place; positions [T ≤ N] int32."""
-        self._ops.rotate(q, positions, self.cos, self.sin)
-        self._ops.rotate(k, positions, self.cos, self.sin)
+    def __call__(self, positions: torch.Tensor) -> Rotation:
+        """What attention does to q and k of tokens at `positions` [T] int32."""
+        return Rotation(positions, self.cos, self.sin)
 
 
 def tables(config: RopeConfig, head_dim: int, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from proto.model import ModelConfig
-from worker.attention.base import AttentionBackend
+from worker.attention.base import AttentionBackend, Rotation
 from worker.layers.embedding import Embedding, Head
 from worker.layers.gemm import GemmShape
 from worker.layers.mlp import GatedMLP
@@ -55,13 +55,12 @@ class Layer:
         self,
         x: torch.Tensor,
         delta: torch.Tensor | None,
-        positions: torch.Tensor,
-        rope: Rope,
+        rotation: Rotation,
         attention: AttentionBackend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The block's input is x + delta (None = 0), its output the sum of what is returned: the next norm adds up."""
         x, normed = self.attention_norm.add(x, delta)
-        attended = self.attention_post_norm(self.attention(normed, positions, rope, attention))
+        attended = self.attention_post_norm(self.attention(normed, rotation, attention))
         x, normed = self.mlp_norm.add(x, attended)
         return x, self.mlp_post_norm(self.mlp(normed))
 
@@ -103,10 +102,10 @@ class Gemma:
         self.layers = [Layer(config, ops, group, layer, dtype=dtype) for layer in range(config.num_layers)]
         self.norm = RMSNorm(ops, hidden, config.norm_eps, offset=NORM_OFFSET, dtype=dtype)
         self.head = Head(ops, group, vocab, hidden, tied=config.tie_word_embeddings, dtype=dtype)
-        self.rope = Rope(ops, config.rope, config.head_dim, max_position)
+        self.rope = Rope(config.rope, config.head_dim, max_position)
         self.windowed_rope = self.rope
         if config.windowed_rope is not None:
-            self.windowed_rope = Rope(ops, config.windowed_rope, config.head_dim, max_position)
+            self.windowed_rope = Rope(config.windowed_rope, config.head_dim, max_position)
         # Rounded to the model's dtype, as those who trained it did.
         self._embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype).item()
         self._logit_soft_cap = config.logit_soft_cap
@@ -124,8 +123,9 @@ class Gemma:
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         x, delta = self.embedding(ids) * self._embedding_scale, None
+        rotation, windowed = self.rope(positions), self.windowed_rope(positions)
         for layer in self.layers:
-            x, delta = layer(x, delta, positions, self.windowed_rope if layer.windowed else self.rope, attention)
+            x, delta = layer(x, delta, windowed if layer.windowed else rotation, attention)
         return x if delta is None else x + delta
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from proto.model import ModelConfig
-from worker.attention.base import AttentionBackend
+from worker.attention.base import AttentionBackend, Rotation
 from worker.layers.embedding import Embedding, Head
 from worker.layers.experts import Mixture
 from worker.layers.gemm import GemmShape
@@ -103,15 +103,12 @@ class Attention:
         self.qkv.pack()
         self.o.pack()
 
-    def __call__(
-        self, x: torch.Tensor, positions: torch.Tensor, rope: Rope, attention: AttentionBackend
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, rotation: Rotation, attention: AttentionBackend) -> torch.Tensor:
         qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [N, H + 2K, D]
         q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        rope(q, k, positions)
-        return self.o(attention.run(self.layer, q, k, v))
+        return self.o(attention.run(self.layer, q, k, v, rotation))
 
 
 def attention_shapes(config: ModelConfig, dtype: torch.dtype, tokens: int) -> list[GemmShape]:
@@ -150,13 +147,12 @@ class Layer:
         self,
         x: torch.Tensor,
         delta: torch.Tensor | None,
-        positions: torch.Tensor,
-        rope: Rope,
+        rotation: Rotation,
         attention: AttentionBackend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The block's input is x + delta (None = 0), its output the sum of what is returned: the next norm adds up."""
         x, normed = self.attention_norm.add(x, delta)
-        x, normed = self.mlp_norm.add(x, self.attention(normed, positions, rope, attention))
+        x, normed = self.mlp_norm.add(x, self.attention(normed, rotation, attention))
         return x, self.mlp(normed)
 
 
@@ -182,7 +178,7 @@ class Llama:
         ]
         self.norm = RMSNorm(ops, hidden, config.norm_eps, dtype=dtype)
         self.head = Head(ops, group, vocab, hidden, tied=config.tie_word_embeddings, dtype=dtype)
-        self.rope = Rope(ops, config.rope, config.head_dim, max_position)
+        self.rope = Rope(config.rope, config.head_dim, max_position)
 
     def _mlp(self, config: ModelConfig, ops: Ops, group: Group, layer: int, dtype: torch.dtype) -> GatedMLP | Mixture:
         """SwiGLU."""
@@ -205,8 +201,9 @@ class Llama:
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         """ids [N], positions [T ≤ N] int32 → hidden states [N, hidden] before the last norm."""
         x, delta = self.embedding(ids), None
+        rotation = self.rope(positions)
         for layer in self.layers:
-            x, delta = layer(x, delta, positions, self.rope, attention)
+            x, delta = layer(x, delta, rotation, attention)
         return x if delta is None else x + delta
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
