@@ -1,5 +1,6 @@
 """The GPU kit, as far as a machine without a GPU can run it."""
 
+import ast
 import zipfile
 from dataclasses import replace
 from importlib import metadata
@@ -10,12 +11,14 @@ import pytest
 
 from engine.cli import doctor
 from proto.model import ModelConfig
-from scripts.gpu import check, make_wheels, modules, speed
+from scripts.gpu import check, make_wheels, modules, speed, triton_ahead
 from tests.flashinfer_cases import DOUBLE, GPU, config
 from tests.flashinfer_double import simulate
 from worker.attention import flashinfer_api
 from worker.attention.flashinfer import CUDA_CORE_GROUPS, TENSOR_CORE_GROUP
 from worker.models import FAMILIES
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_every_timing_runs_on_the_double() -> None:
@@ -147,3 +150,9 @@ def test_every_kernel_that_the_check_needs_is_made() -> None:
     for model in (speed.LLAMA_8B, speed.QWEN3_06B):
         assert kernels_of(model) <= made
     assert {"norm", "silu", "gelu", f"fa2-{GPU.head_dim}-fp8"} <= made
+
+
+def test_every_function_of_our_kernels_is_compiled_ahead() -> None:
+    tree = ast.parse((ROOT / "worker/layers/cuda_kernels.py").read_text())
+    public = {n.name for n in tree.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")}
+    assert {name for name, _ in triton_ahead.launches()} == public
