@@ -8,14 +8,17 @@ import torch
 
 from proto.messages import RowStatus, TokenLogprobs
 from tests.test_worker_sampler import assert_distribution, logits_of, make_rows
+from worker.cuda import sampling
+from worker.cuda.device import _mode
 from worker.cuda.random import philox4x32, uniform
-from worker.cuda.sampling import Mode, SamplingTable, finite_rows, sample, token_logprobs
+from worker.cuda.sampling import MOST_RANKED, Mode, SamplingTable, finite_rows, sample, token_logprobs
 from worker.random import Purpose
 from worker.random import uniform as cpu_uniform
 from worker.sampler import SamplingRows
 from worker.sampler import sample as cpu_sample
 from worker.sampler import token_logprobs as cpu_token_logprobs
 
+NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 VOCAB = 1000  # not a multiple of a block
 CPU = torch.device("cpu")
 
@@ -94,6 +97,41 @@ def test_rows_draw_what_the_cpu_draws(params: dict[str, Any]) -> None:
     assert np.count_nonzero(expected.ids != ids) <= 1
 
 
+@pytest.mark.parametrize("equals", [False, True])
+def test_rows_of_a_small_top_k_need_no_whole_order(equals: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ids of the full order, and the CPU's; of logits with many equals, too, also at the border of top_k."""
+    monkeypatch.setattr(sampling, "MOST_RANKED", 40)
+    logits = random_logits(200, seed=5)
+    if equals:
+        logits = logits.round()
+    rows = make_rows(
+        200,
+        seed=78,
+        temperature=[1.0, 2.0, 0.0, 3.0, 1.0] * 40,
+        top_k=[1, 7, 40, 40, 0] * 40,
+        top_p=[1.0, 0.9, 1.0, 1.0, 1.0] * 40,
+        min_p=[0.0, 0.0, 0.0, 0.2, 0.1] * 40,
+    )
+    ids, statuses = draw(logits, rows, Mode.CUT)
+    assert statuses == [RowStatus.OK] * 200
+    assert ids == draw(logits, rows, Mode.FILTERED)[0]
+    assert np.count_nonzero(cpu_sample(logits.numpy(), rows).ids != ids) <= 1
+
+
+def test_the_least_mode_that_a_steps_rows_need() -> None:
+    def mode(*rows: dict[str, Any]) -> Mode:
+        values: dict[str, Any] = {name: [row.get(name, neutral) for row in rows] for name, neutral in NEUTRAL.items()}
+        return _mode(make_rows(len(rows), seed=1, **values))
+
+    plain: dict[str, Any] = {}
+    greedy, likely = {"temperature": 0.0, "top_p": 0.5, "top_k": 9}, {"min_p": 0.1}
+    few, many, mass = {"top_k": MOST_RANKED, "top_p": 0.9}, {"top_k": MOST_RANKED + 1}, {"top_p": 0.9}
+    assert mode(greedy) is Mode.GREEDY
+    assert mode(greedy, plain) is Mode.PLAIN
+    assert mode(greedy, plain, likely) is mode(few, plain) is mode(few, likely, greedy) is Mode.CUT
+    assert mode(few, many) is mode(few, mass) is mode(mass) is Mode.FILTERED
+
+
 @pytest.mark.parametrize("params", [{"top_k": 3}, {"top_p": 0.75}, {"min_p": 0.3}, {}], ids=str)
 def test_distributions(params: dict[str, Any]) -> None:
     logits = torch.from_numpy(logits_of([0.1, 0.4, 0.2, 0.25, 0.05])).expand(4000, 5).contiguous()
@@ -118,7 +156,7 @@ def test_a_row_draws_the_same_whatever_stands_beside_it_and_in_every_mode() -> N
     order = np.random.default_rng(0).permutation(count)
     shuffled = SamplingRows(np.arange(count, dtype=np.int32), mixed.positions[order], mixed.params[order], [])
     assert draw(logits[order], shuffled)[0] == [ids[i] for i in order]
-    for row, mode in ((0, Mode.GREEDY), (1, Mode.PLAIN), (2, Mode.FILTERED), (3, Mode.FILTERED)):
+    for row, mode in ((0, Mode.GREEDY), (1, Mode.PLAIN), (2, Mode.CUT), (2, Mode.FILTERED), (3, Mode.FILTERED)):
         alone = SamplingRows(np.zeros(1, np.int32), mixed.positions[row : row + 1], mixed.params[row : row + 1], [])
         assert draw(logits[row : row + 1], alone, mode)[0] == [ids[row]]
 

@@ -13,7 +13,7 @@ from worker.batch import I32Array, StepBatch
 from worker.cuda.frames import Frame, Frames, Span
 from worker.cuda.graphs import DecodeGraphs
 from worker.cuda.piecewise import PiecewiseGraphs
-from worker.cuda.sampling import Mode, SamplingTable, token_logprobs
+from worker.cuda.sampling import MOST_RANKED, Mode, SamplingTable, token_logprobs
 from worker.cuda.step import GpuStep, MixedInputs
 from worker.cuda.tiles import cut_chunks
 from worker.device import Completion, Deferred, StepClock
@@ -317,8 +317,11 @@ def _mode(rows: SamplingRows) -> Mode:
     draws = params["temperature"] >= GREEDY_TEMPERATURE
     if not draws.any():
         return Mode.GREEDY
-    filters = (params["top_k"] > 0) | (params["top_p"] < 1.0) | (params["min_p"] > 0.0)
-    return Mode.FILTERED if (draws & filters).any() else Mode.PLAIN
+    ranked = draws & ((params["top_k"] > 0) | (params["top_p"] < 1.0))
+    if not (ranked | (draws & (params["min_p"] > 0.0))).any():
+        return Mode.PLAIN
+    cut = (params["top_k"] > 0) & (params["top_k"] <= MOST_RANKED)
+    return Mode.CUT if (cut | ~ranked).all() else Mode.FILTERED
 
 
 _SAMPLING = np.dtype(

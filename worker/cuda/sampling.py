@@ -13,6 +13,7 @@ from worker.cuda.random import uniform
 from worker.random import Purpose
 from worker.sampler import GREEDY_TEMPERATURE
 
+MOST_RANKED = 1024  # ids of a row that `Mode.CUT` puts in order
 _BLOCK = 256  # ids whose mass is summed before any is looked at
 
 
@@ -21,7 +22,8 @@ class Mode(IntEnum):
 
     GREEDY = 0  # every row takes its most likely id
     PLAIN = 1  # some rows draw, none filters
-    FILTERED = 2  # some rows filter by top_k, top_p or min_p
+    CUT = 2  # some rows filter, by min_p alone or with a top_k of at most MOST_RANKED
+    FILTERED = 3  # some rows filter, in any way: puts the whole vocabulary in order
 
 
 class SamplingTable:
@@ -64,7 +66,10 @@ def sample(
         numbers = uniform(table.seeds[slots], positions + 1, Purpose.SAMPLE)
         # Greedy rows and rows without a finite logit compute along; what they get is not used.
         weights = _weights(logits, torch.where(temperatures < GREEDY_TEMPERATURE, 1.0, temperatures))
-        drawn = _pick(weights, numbers) if mode is Mode.PLAIN else _filtered(weights, numbers, slots, table)
+        if mode is Mode.PLAIN:
+            drawn = _pick(weights, numbers)
+        else:
+            drawn = _filtered(weights, numbers, slots, table, MOST_RANKED if mode is Mode.CUT else weights.shape[1])
         ids = torch.where(temperatures < GREEDY_TEMPERATURE, best, drawn)
     statuses = torch.where(good, int(RowStatus.OK), int(RowStatus.NOT_FINITE))
     return torch.stack([torch.where(good, ids, 0), statuses], dim=1).to(torch.int32)
@@ -75,22 +80,38 @@ def _weights(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     return torch.exp((logits - logits.amax(dim=1, keepdim=True)) / temperatures.float()[:, None])
 
 
-def _filtered(weights: torch.Tensor, numbers: torch.Tensor, slots: torch.Tensor, table: SamplingTable) -> torch.Tensor:
-    """Filters as `worker.sampler.draw`: top_k, of that top_p, of that min_p; then one id a row, [B] int64."""
+def _filtered(
+    weights: torch.Tensor, numbers: torch.Tensor, slots: torch.Tensor, table: SamplingTable, most: int
+) -> torch.Tensor:
+    """Filters as `worker.sampler.draw`: top_k, of that top_p, of that min_p; then one id a row, [B] int64.
+
+    A row that neither cuts by rank nor by mass is drawn from in the order of ids, like one without filters. Others need
+    no more than their `most` likeliest ids.
+    """
     size = weights.shape[1]
-    top_ks, top_ps, min_ps = table.top_ks[slots], table.top_ps[slots], table.min_ps[slots].float()
-    limits = torch.where(top_ks > 0, top_ks.clamp(max=size), size)[:, None]
-    descending, order = weights.sort(dim=1, descending=True, stable=True)  # lower ids first among equals
-    ranks = torch.arange(size, device=weights.device)
-    mass = torch.where(ranks < limits, descending, 0.0)
+    top_ks, top_ps, min_ps = table.top_ks[slots], table.top_ps[slots], table.min_ps[slots].float()[:, None]
+    limits = torch.where(top_ks > 0, top_ks.clamp(max=size), size)
+    descending, order = _most_likely(weights, min(most, size))
+    ranks = torch.arange(descending.shape[1], device=weights.device)
+    mass = torch.where(ranks < limits[:, None], descending, 0.0)
     needed = _find(mass, top_ps, right=False) + 1  # the fewest most likely ids whose mass reaches top_p
-    kept = torch.where((top_ps < 1.0)[:, None] & (ranks >= needed[:, None]), 0.0, mass)
-    # A row that neither cuts by rank nor by mass is drawn from in the order of ids, like one without filters.
-    ranked = ((limits[:, 0] < size) | (top_ps < 1.0))[:, None]
-    kept = torch.where(ranked, kept, weights)
-    kept = torch.where(kept >= min_ps[:, None], kept, 0.0)
-    picked = _pick(kept, numbers)
-    return torch.where(ranked[:, 0], order.gather(1, picked[:, None])[:, 0], picked)
+    mass = torch.where((top_ps < 1.0)[:, None] & (ranks >= needed[:, None]), 0.0, mass)
+    by_rank = _pick(torch.where(mass >= min_ps, mass, 0.0), numbers)
+    by_id = _pick(torch.where(weights >= min_ps, weights, 0.0), numbers)
+    return torch.where((limits < size) | (top_ps < 1.0), order.gather(1, by_rank[:, None])[:, 0], by_id)
+
+
+def _most_likely(weights: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` largest of weights [B, V], none negative, and their ids; lower ids first among equals."""
+    size = weights.shape[1]
+    if count == size:
+        return weights.sort(dim=1, descending=True, stable=True)
+    # topk leaves open which of equals it takes, so none are: a weight's bits, in order as it is, and its id below them.
+    keys = weights.view(torch.int32).long()
+    keys <<= 32
+    keys |= torch.arange(size - 1, -1, -1, device=weights.device)
+    order = size - 1 - (keys.topk(count, dim=1).values & 0xFFFFFFFF)
+    return weights.gather(1, order), order
 
 
 def _pick(mass: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
