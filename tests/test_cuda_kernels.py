@@ -83,7 +83,7 @@ def test_rotation_and_writing(
     kernels: Any, heads: int, kv_heads: int, size: int, dtype: torch.dtype, fp8: bool
 ) -> None:
     qkv = random(5, heads + 2 * kv_heads, size, dtype=dtype)
-    q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
+    q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
     positions = torch.tensor([3, 29, 0, 7, 7], dtype=torch.int32, device=DEVICE)
     slots = torch.tensor([5, 0, 31, 8, 9], dtype=torch.int32, device=DEVICE)
     angles = random(30, size // 2, seed=3)
