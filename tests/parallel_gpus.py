@@ -19,7 +19,7 @@ from scripts.gpu import ranks
 from tests.flashinfer_cases import DOUBLE
 from tests.flashinfer_double import simulate
 from tests.flashinfer_double.memory import DeviceTensor, queue
-from worker.cuda.group import DeviceGroup
+from worker.cuda.group import DeviceGroup, Nccl
 from worker.cuda.sampling import sample
 from worker.cuda.start import start
 from worker.device import Deferred
@@ -108,6 +108,17 @@ def play(
         while flight:
             _settle(found, flight)
     return found
+
+
+def exchange(group: Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`Nccl`'s calls of torch.distributed, which gloo takes as well, with tensors on the host."""
+    collectives = Nccl(group.size)
+    summed = torch.arange(6.0).view(2, 3) * (group.rank + 1)
+    gathered = collectives.gather(summed)
+    collectives.add(summed)
+    sent = torch.full((2, 2), group.rank + 5, dtype=torch.int32)
+    collectives.send_from_0(sent)
+    return summed, gathered, sent
 
 
 def kit_logits(group: Group, deterministic: bool) -> npt.NDArray[np.float32]:

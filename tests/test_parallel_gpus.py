@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 
 from engine.models import prepare
 from proto.config import WorkerOptions
@@ -22,12 +24,12 @@ from tests.parallel_ranks import Ranks
 from tests.test_cuda_device import silent
 from tests.test_cuda_families import SIZES, script
 from tests.tiny_models import make_tiny
-from worker.cuda.group import DeviceGroup
+from worker.cuda.group import DeviceGroup, Nccl
 from worker.cuda.load import require_cuda
 from worker.cuda.start import start
 from worker.device import DeviceError
 from worker.distributed import add_in_order
-from worker.parallel import ALONE, Group
+from worker.parallel import ALONE, Group, PeerLostError
 
 LAYERS, HIDDEN = 3, 96  # of tiny models
 
@@ -133,6 +135,15 @@ def test_ranks_on_gpus_have_the_logits_of_one() -> None:
     assert [step["batch"] for step in found["decode"]] == [1, 32]
 
 
+@with_processes
+def test_torch_is_called_as_it_wants_to_be(ranks: Ranks) -> None:
+    one = torch.arange(6.0).view(2, 3)
+    for summed, gathered, sent in ranks.run_same(parallel_gpus.exchange):
+        assert torch.equal(summed, 3 * one)
+        assert torch.equal(gathered, torch.stack([one, 2 * one]))
+        assert sent.tolist() == [[5, 5], [5, 5]]
+
+
 # --------------------------------------------------------------------------- one process
 
 
@@ -164,6 +175,13 @@ def test_operations_of_a_group_of_devices(deterministic: bool) -> None:
     assert torch.equal(group.concatenate(x), torch.cat([x, 2 * x], dim=1))
     assert torch.equal(group.of_rank_0(x.clone()), 2 * x)
     assert collectives.calls == ["gather" if deterministic else "add", "gather", "send from 0"]
+
+
+def test_only_errors_of_the_exchange_are_those_of_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, seen in ((dist.DistBackendError("remote process exited"), PeerLostError), (RuntimeError("a bug"), None)):
+        monkeypatch.setattr(dist, "all_reduce", mock.Mock(side_effect=error))
+        with pytest.raises(seen or RuntimeError, match=str(error)):
+            Nccl(2).add(torch.ones(1))
 
 
 def test_sums_under_the_law_are_rounded_once() -> None:

@@ -109,6 +109,7 @@ class CudaDevice:
         self._graphs = None if graphs is None else graphs.decode
         self._pieces = None if graphs is None else graphs.chunks
         self._compute = compute
+        self._gpu = torch.cuda.current_device()
         self._copies = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._sequence = PlanSequence()
         self._tables = SlotTables(
@@ -280,6 +281,7 @@ class CudaDevice:
 
     def _finish(self, frame: Frame, plan: StepPlan, rows: SamplingRows, waited: bool) -> StepResult:
         """Called by the output thread, step after step: wait for the copy and say what it brought."""
+        torch.cuda.set_device(self._gpu)  # a thread begins with GPU 0, which is another rank's
         frame.arrived.synchronize()
         drawn = frame.drawn.numpy()[: len(rows.slots)]
         ids, statuses = drawn[:, 0].copy(), drawn[:, 1].astype(np.uint8)

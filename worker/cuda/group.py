@@ -75,6 +75,10 @@ class DeviceGroup(Group):
         self._host.check_same(values, what)
 
 
+# torch 2.13 has a new name for it; 2.11 knows the old one only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class Nccl:
     """`Collectives` of torch.distributed, whose default group has the tensors' devices.
 
@@ -91,10 +95,10 @@ class Nccl:
             dist.all_reduce(x)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        parts = x.new_empty(self._size, *x.shape)
+        parts = x.new_empty(self._size * x.shape[0], *x.shape[1:])
         with _failures():
-            dist.all_gather_into_tensor(parts, x)
-        return parts
+            _all_gather(parts, x)
+        return parts.view(self._size, *x.shape)
 
     def send_from_0(self, x: torch.Tensor) -> None:
         with _failures():
