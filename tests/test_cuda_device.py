@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,7 @@ from proto.config import WorkerOptions
 from proto.ids import StageKind
 from proto.messages import Desync, Finish, RowStatus, Sampling, StepPlan, StepResult, TokenLogprobs, column
 from proto.model import ModelConfig, RopeConfig
+from scripts.gpu.speed import LLAMA_8B, QWEN3_06B
 from tests.flashinfer_double import Gpu, SimulationError, simulate
 from tests.pair import GREEDY, Pair, Story
 from tests.test_worker_runner import make_options
@@ -26,7 +28,7 @@ from tests.test_worker_tables import i32, make_admit, make_plan
 from worker.cuda.device import CudaDevice
 from worker.cuda.frames import Frames
 from worker.cuda.graphs import bucket_sizes
-from worker.cuda.piecewise import _Lives, token_sizes
+from worker.cuda.piecewise import SIZES, _Lives, busy_tokens, token_sizes
 from worker.cuda.sampling import Mode
 from worker.cuda.start import start
 from worker.device import Completion, Deferred
@@ -403,10 +405,26 @@ def test_what_one_piece_leaves_for_the_next_must_be_kept(gpu: Gpu, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("most", "sizes"), [(8, ()), (16, (16,)), (100, (16, 32, 64)), (4096, (16, 32, 64, 128, 192, 256))]
+    ("most", "busy", "sizes"),
+    [
+        (8, 9999, ()),
+        (16, 0, (16,)),
+        (100, 9999, (16, 32, 64)),
+        (4096, 0, (16, 32, 64, 128, 192, 256)),
+        (4096, 600, (16, 32, 64, 128, 192, 256, 384, 512)),
+        (1000, 9999, (16, 32, 64, 128, 192, 256, 384, 512, 768)),
+        (4096, 9999, SIZES),
+    ],
 )
-def test_sizes_of_steps_with_chunks(most: int, sizes: tuple[int, ...]) -> None:
-    assert token_sizes(most) == sizes
+def test_sizes_of_steps_with_chunks(most: int, busy: int, sizes: tuple[int, ...]) -> None:
+    assert token_sizes(most, busy) == sizes
+
+
+def test_small_models_have_graphs_of_more_tokens() -> None:
+    assert busy_tokens(LLAMA_8B) == pytest.approx(115, abs=3)
+    assert busy_tokens(QWEN3_06B) == pytest.approx(1590, abs=20)
+    mixture = msgspec.structs.replace(LLAMA_8B, num_experts=64, experts_per_token=2, expert_size=1024)
+    assert busy_tokens(mixture) > 2 * busy_tokens(LLAMA_8B)
 
 
 def test_enforce_eager_captures_nothing(gpu: Gpu) -> None:

@@ -13,17 +13,34 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from proto.model import ModelConfig
 from worker.attention.base import AttentionBackend, Rotation
 from worker.batch import StepBatch
 from worker.loader.load import Progress
 from worker.models.base import Model
 
-MAX_TOKENS = 256  # beyond, the device has enough to do for the host to keep up, and buffers would be large
+SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+ALWAYS = 256  # tokens up to which any model has graphs
+# Estimates, not measured: how long the host takes to launch a layer eagerly, and what a GPU multiplies and adds up.
+LAYER_SECONDS = 100e-6
+OPERATIONS_PER_SECOND = 500e12
 
 
-def token_sizes(max_tokens: int) -> tuple[int, ...]:
-    """16, 32, then every 64 up to MAX_TOKENS, none above what a step may have."""
-    return tuple(size for size in (16, 32, *range(64, MAX_TOKENS + 1, 64)) if size <= max_tokens)
+def busy_tokens(config: ModelConfig) -> int:
+    """Tokens with which a layer keeps the device busy for as long as the host takes to launch it.
+
+    Beyond, graphs gain nothing, and what they keep for each token and layer is worth more as KV memory. It is about
+    100 for a model of 8B parameters, and 1500 for one of 0.6B.
+    """
+    inner = config.experts_per_token * config.expert_size if config.num_experts else config.intermediate_size
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads
+    weights = config.hidden_size * (heads * config.head_dim + 3 * inner)
+    return int(LAYER_SECONDS * OPERATIONS_PER_SECOND / (2 * weights))
+
+
+def token_sizes(max_tokens: int, busy: int) -> tuple[int, ...]:
+    """Those of SIZES that a step may have, up to the larger of ALWAYS and `busy` tokens."""
+    return tuple(size for size in SIZES if size <= min(max_tokens, max(busy, ALWAYS)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +64,10 @@ class _Pieces:
 
 
 class PiecewiseGraphs:
-    """Hidden states of up to MAX_TOKENS tokens, padded to one of `sizes`."""
+    """Hidden states of steps of few tokens, padded to one of `sizes`."""
 
-    def __init__(self, model: Model, stream: torch.cuda.Stream, max_tokens: int) -> None:
-        self.sizes = token_sizes(max_tokens)
+    def __init__(self, model: Model, stream: torch.cuda.Stream, sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
         largest = self.sizes[-1] if self.sizes else 0
         self._model = model
         self._stream = stream

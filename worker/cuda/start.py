@@ -15,7 +15,7 @@ from worker.cuda.graphs import DecodeGraphs, Progress
 from worker.cuda.law import check_law
 from worker.cuda.load import load_model, require_cuda, resolve_dtype, resolve_kv_dtype
 from worker.cuda.memory import Measured, pool_pages, used_memory
-from worker.cuda.piecewise import PiecewiseGraphs
+from worker.cuda.piecewise import PiecewiseGraphs, busy_tokens, token_sizes
 from worker.cuda.sampling import Mode
 from worker.cuda.state import SlotState
 from worker.cuda.step import GpuStep
@@ -144,9 +144,13 @@ class _Start:
             return None
         decode = DecodeGraphs(step, self._stream, self._options.max_num_seqs)
         decode.capture(decode.sizes, self._progress)
-        chunks = PiecewiseGraphs(self._model, self._stream, self._options.max_num_batched_tokens)
+        chunks = self._chunk_graphs()
         chunks.capture(self._progress)
         return Graphs(decode, chunks)
+
+    def _chunk_graphs(self) -> PiecewiseGraphs:
+        sizes = token_sizes(self._options.max_num_batched_tokens, busy_tokens(self._local))
+        return PiecewiseGraphs(self._model, self._stream, sizes)
 
     # ------------------------------------------------------------------ measuring
 
@@ -199,7 +203,7 @@ class _Start:
             used.append(used_memory())
         each = max(used[-1] - used[1], 0)
         decode = max(used[1] - used[0], 0) + each * (len(graphs.sizes) - 1)
-        chunks = PiecewiseGraphs(self._model, self._stream, self._options.max_num_batched_tokens)
+        chunks = self._chunk_graphs()
         chunks.capture(self._progress)  # all of them: they share little
         torch.cuda.synchronize()
         return decode + max(used_memory() - used[-1], 0)
