@@ -1,16 +1,25 @@
 """--kv-cache-dtype fp8 on the emulated GPU: a quarter of float32's bytes, and logits close to its."""
 
+from pathlib import Path
+
+import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.cli.estimate import estimate
+from engine.models import prepare
+from proto.config import WorkerOptions
 from tests.flashinfer_double import simulate
+from tests.layer_cases import worker_options
 from tests.test_cuda_device import MODEL, make_device, options_of, plans, play, silent
 from tests.test_worker_process import Surroundings
+from tests.tiny_models import make_tiny
 from worker.cuda.load import resolve_kv_dtype
 from worker.cuda.start import start
 from worker.device import DeviceError
 from worker.loop import facts_of
+from worker.torch_forward import TorchForward
 
 
 def logits_of(kv_cache_dtype: str, eager: bool) -> list[torch.Tensor]:
@@ -58,6 +67,47 @@ def test_the_pool_holds_four_times_as_much_and_facts_and_estimate_agree() -> Non
             assert facts.dtype == "float32"
             pages[kv_cache_dtype] = facts.num_pages
     assert pages["fp8_e4m3"] == 4 * pages["auto"]
+
+
+def with_scales(directory: Path, spelling: str, layers: int, value: float = 0.05) -> WorkerOptions:
+    """A tiny model whose files hold scales of its first layers: `value` for K, twice that for V."""
+    path = make_tiny(directory, "llama") / "model.safetensors"
+    scales = {spelling.format(n, of): value * times for n in range(layers) for of, times in (("k", 1), ("v", 2))}
+    save_file(load_file(path) | {name: torch.tensor(scale) for name, scale in scales.items()}, path)
+    manifest = prepare(str(path.parent))
+    return worker_options(
+        manifest, device="cuda", dtype="float32", kv_cache_dtype="fp8_e4m3", num_pages=8, max_num_seqs=2
+    )
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        "model.layers.{}.self_attn.{}_scale",
+        "model.layers.{}.self_attn.attn.{}_scale",
+        "model.layers.{0}.self_attn.{1}_proj.{1}_scale",
+    ],
+)
+def test_a_checkpoints_own_scales_are_used(spelling: str, tmp_path: Path) -> None:
+    options = with_scales(tmp_path, spelling, 3)
+    with simulate(0):
+        scales = start(options, silent)._step.attention.kv_format.scales
+    assert torch.tensor(scales).tolist() == torch.tensor([[0.05, 0.1]] * 3).tolist()
+    start_on_cpu(options)
+
+
+def start_on_cpu(options: WorkerOptions) -> None:
+    """Where K and V are not in fp8 the scales are passed over."""
+    TorchForward.load(msgspec.structs.replace(options, device="cpu", kv_cache_dtype="auto"), silent)
+
+
+@pytest.mark.parametrize(
+    ("layers", "value", "said"), [(2, 0.05, "none for layer 2 k, layer 2 v"), (3, 0.0, "should be one positive number")]
+)
+def test_scales_that_do_not_fit_are_refused(layers: int, value: float, said: str, tmp_path: Path) -> None:
+    options = with_scales(tmp_path, "model.layers.{}.self_attn.{}_scale", layers, value)
+    with simulate(0), pytest.raises(DeviceError, match=said):
+        start(options, silent)
 
 
 def test_what_k_and_v_are_kept_in() -> None:

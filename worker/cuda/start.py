@@ -24,6 +24,7 @@ from worker.device import DeviceError
 from worker.law import LawError
 from worker.law import step as prompts_step
 from worker.loader.errors import LoadError
+from worker.loader.kv_scales import kv_scales
 from worker.models.base import Model
 from worker.parallel import ALONE, Group
 
@@ -54,8 +55,7 @@ class _Start:
         self._group = group
         self._local = group.shape(config)
         self._dtype = resolve_dtype(options.dtype, config.dtype)
-        # Checkpoints' own scales of K and V are not read: fp8 holds the values themselves, cut at ±448.
-        self._kv_format = KvFormat(resolve_kv_dtype(options.kv_cache_dtype, self._dtype))
+        self._kv_format = _kv_format(options, self._dtype)
         self._page_bytes = self._local.kv_bytes_per_token(self._kv_format.dtype.itemsize) * options.page_size
         self._wanted_len = options.max_model_len or config.max_position_embeddings
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -207,6 +207,15 @@ class _Start:
         chunks.capture(self._progress)  # all of them: they share little
         torch.cuda.synchronize()
         return decode + max(used_memory() - used[-1], 0)
+
+
+def _kv_format(options: WorkerOptions, dtype: torch.dtype) -> KvFormat:
+    kv_dtype = resolve_kv_dtype(options.kv_cache_dtype, dtype)
+    if kv_dtype == dtype:
+        return KvFormat(dtype)
+    scales = () if options.load_format == "dummy" else kv_scales(options.manifest)
+    log.info("K and V are kept in fp8, %s", "by the checkpoint's scales" if scales else "unscaled, cut at ±448")
+    return KvFormat(kv_dtype, scales)
 
 
 _NOTHING = Measured(total=0, before=0, attention=0, peak=0, graphs=0)

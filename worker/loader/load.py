@@ -9,6 +9,7 @@ from worker.layers.parameter import Parameter
 from worker.loader.checkpoint import Checkpoint
 from worker.loader.errors import LoadError
 from worker.loader.gguf_checkpoint import GgufCheckpoint
+from worker.loader.kv_scales import is_kv_scale
 from worker.loader.safetensors_checkpoint import SafetensorsCheckpoint
 from worker.models import FAMILIES
 
@@ -53,6 +54,7 @@ def fill(
     sources = {parameter.name: _checkpoint_name(names, parameter.name) for parameter in parameters}
     passed_over = {name.format(layer) for name in IGNORED for layer in range(manifest.config.num_layers)}
     passed_over.update(name for name in checkpoint.tensors if name.startswith(ignored))
+    passed_over.update(filter(is_kv_scale, checkpoint.tensors))  # read where they matter
     if manifest.config.tie_word_embeddings:
         passed_over.add(names["head.weight"])  # some files carry the tied head a second time
     _check(checkpoint, sources, passed_over, parameters, manifest)
