@@ -4,6 +4,7 @@ What crosses between devices crosses by gloo, when each device gets there: late,
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -81,12 +82,18 @@ class Played:
 def play(
     group: Group, options: WorkerOptions, plans: Sequence[StepPlan], stray: bool = False, depth: int = 2
 ) -> Played:
-    """Steps with `depth` of them in flight. `stray`: a rank that is not rank 0 draws id 1 and nothing else."""
+    """Steps with `depth` of them in flight.
+
+    `stray`: a rank that is not rank 0 draws id 1 and nothing else, and holds other graphs for worth capturing.
+    """
     found = Played()
     with simulate(seed=10 + group.rank) as gpu:
         collectives = LateGloo(group.size)
         devices = DeviceGroup(group, collectives, deterministic=options.deterministic)
-        with mock.patch("worker.cuda.step.sample", _astray if stray and group.rank else sample):
+        with ExitStack() as patches:
+            if stray and group.rank:
+                patches.enter_context(mock.patch("worker.cuda.step.sample", _astray))
+                patches.enter_context(mock.patch("worker.cuda.start.busy_tokens", return_value=300))
             device = start(options, lambda text, done, total: None, devices)
         torch.cuda.synchronize()
         found.pages, found.kv_bytes_per_token = device.num_pages, device.kv_bytes_per_token

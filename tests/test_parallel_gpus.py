@@ -94,11 +94,14 @@ def test_a_decode_step_exchanges_inside_its_two_graphs_only(tmp_path: Path, rank
 
 
 @with_processes
-def test_every_rank_goes_on_with_what_rank_0_drew(tmp_path: Path, ranks: Ranks) -> None:
-    options = options_of(make_tiny(tmp_path, "llama"))
+def test_a_rank_that_would_draw_or_capture_otherwise_does_as_the_others(tmp_path: Path, ranks: Ranks) -> None:
+    options = options_of(make_tiny(tmp_path, "llama"), max_num_batched_tokens=600)
     usual, _ = play(ranks, options)
     first, second = play(ranks, options, stray=True)
     assert first.ids == second.ids == usual.ids
+    assert first == second
+    assert max(shape[0] for _, _, shape in usual.started) == 600  # connecting, and the graphs of most tokens
+    assert len(first.started) < len(usual.started)
 
 
 @with_processes

@@ -61,6 +61,8 @@ class _Start:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         if group.size > 1:
             self._connect()
+        # Shares may be unequal, but all ranks must capture the same graphs.
+        self._busy_tokens = group.minimum(busy_tokens(self._local))
         self._model: Model = load_model(options, self._dtype, self._wanted_len, progress, group)
 
     def device(self) -> CudaDevice:
@@ -149,7 +151,7 @@ class _Start:
         return Graphs(decode, chunks)
 
     def _chunk_graphs(self) -> PiecewiseGraphs:
-        sizes = token_sizes(self._options.max_num_batched_tokens, busy_tokens(self._local))
+        sizes = token_sizes(self._options.max_num_batched_tokens, self._busy_tokens)
         return PiecewiseGraphs(self._model, self._stream, sizes)
 
     # ------------------------------------------------------------------ measuring
