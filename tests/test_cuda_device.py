@@ -366,6 +366,7 @@ def test_a_buffer_that_moved_after_the_capture_is_found(gpu: Gpu) -> None:
     play(gpu, device, plans(2, 2))
     device._step.drawn = torch.zeros_like(device._step.drawn)
     device._step.inputs = torch.zeros_like(device._step.inputs)
+    torch.cuda.synchronize()  # these zeros come by another stream than the step's inputs
     with pytest.raises(SimulationError, match="died after the capture"):
         play(gpu, device, [make_plan(step=3)])
 
