@@ -218,3 +218,14 @@ def test_more_kv_memory_than_there_is_is_refused(asked: dict[str, int | None], t
     options = worker_options(prepare(str(make_tiny(tmp_path, "llama"))), **asked)
     with pytest.raises(LoadError, match=r"(num_pages|kv_bytes) = 10+ takes \d+ bytes, and \d+ are available"):
         size_pool(options, bytes_per_token=1024)
+
+
+@pytest.mark.parametrize(
+    ("total", "ranks", "sizes"), [(1000, 3, [328, 336, 336]), (64, 2, [32, 32]), (20, 3, [6, 7, 7])]
+)
+def test_features_are_shared_in_pieces_that_kernels_can_read(total: int, ranks: int, sizes: list[int]) -> None:
+    """Multiples of 8, if the whole is one, next to each other and complete."""
+    shares = [Group(rank, ranks).share_features(total) for rank in range(ranks)]
+    assert [share.size for share in shares] == sizes
+    assert [share.start for share in shares] == [0, *(share.stop for share in shares[:-1])]
+    assert {share.total for share in shares} == {total}

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_FEATURES = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -66,6 +68,12 @@ class Group:
         start, stop = self.rank * total // self.size, (self.rank + 1) * total // self.size
         return Share(start, stop - start, total)
 
+    def share_features(self, total: int) -> Share:
+        """As `share`, in multiples of 8 where the whole is one: kernels read 16 bytes of 16-bit numbers at once."""
+        if total % _FEATURES or total // _FEATURES < self.size:
+            return self.share(total)
+        return self.share(total // _FEATURES).times(_FEATURES)
+
     def share_equally(self, total: int) -> Share:
         """As `share`, where ranks' results are put side by side (`concatenate`). Raises ValueError."""
         if total % self.size:
@@ -92,10 +100,10 @@ class Group:
         return msgspec.structs.replace(
             config,
             vocab_size=self.share_equally(config.vocab_size).size,
-            intermediate_size=self.share(config.intermediate_size).size,
+            intermediate_size=self.share_features(config.intermediate_size).size,
             num_heads=heads.size,
             num_kv_heads=kv_heads.size,
-            expert_size=self.share(config.expert_size).size,
+            expert_size=self.share_features(config.expert_size).size,
         )
 
     def sum(self, x: "torch.Tensor") -> "torch.Tensor":

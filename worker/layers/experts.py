@@ -49,7 +49,7 @@ class Mixture:
     ) -> None:
         self._ops = ops
         self._group = group
-        self._inner = group.share(inner)
+        self._inner = group.share_features(inner)
         self.router = Router(ops, hidden, experts, count=count, renormalise=renormalise, dtype=dtype)
         self._gate_up = torch.empty(experts, 2 * self._inner.size, hidden, dtype=dtype)
         self._down = torch.empty(experts, hidden, self._inner.size, dtype=dtype)

@@ -26,7 +26,7 @@ class GatedMLP:
     ) -> None:
         """`gate`: [N, 2 × inner] = gate | up → [N, inner], like `Ops.silu_mul`."""
         self._gate = gate
-        part = group.share(inner)
+        part = group.share_features(inner)
         self.gate_up = Linear(ops, hidden, {"gate": part, "up": part}, bias=bias, dtype=dtype)
         self.down = RowLinear(ops, group, part, "down", hidden, bias=bias, dtype=dtype)
 

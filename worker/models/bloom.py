@@ -50,7 +50,7 @@ class MLP:
 
     def __init__(self, config: ModelConfig, ops: Ops, group: Group, *, dtype: torch.dtype) -> None:
         self._ops = ops
-        inner = group.share(config.intermediate_size)
+        inner = group.share_features(config.intermediate_size)
         self.up = Linear(ops, config.hidden_size, {"up": inner}, bias=True, dtype=dtype)
         self.down = RowLinear(ops, group, inner, "down", config.hidden_size, bias=True, dtype=dtype)
 
