@@ -330,6 +330,7 @@ class AdmitRow(Message, frozen=True, tag="row"):
     sampling: Sampling
     min_len: int  # stop_ids are masked while prompt + output is shorter
     stop_ids: bytes  # i32
+    window_pages: bytes = b""  # i32, of group 1: those before `start`, from the first that the id at `start` sees on
 
 
 class StepPlan(Message, frozen=True, tag="plan"):
@@ -339,6 +340,10 @@ class StepPlan(Message, frozen=True, tag="plan"):
     in the same order for rows that sample. A decode row computes the slot's newest token (which only
     the worker may know yet) and samples the next. Positions follow from what was planned before, so a
     steady decode step carries nothing but its number and the appended pages.
+
+    Pages are of two cache groups: 0 is of layers that attend to all positions, 1 of those behind a window. A model has
+    one of them or both. Pages behind the window are never named again: from the plan on whose first id of the slot
+    does not see them, they may be anybody's.
     """
 
     epoch: int
@@ -348,7 +353,7 @@ class StepPlan(Message, frozen=True, tag="plan"):
     admits: tuple[AdmitRow, ...]
     append_slots: bytes  # i32
     append_pages: bytes  # i32, parallel: appended to the slot's page table
-    append_groups: bytes  # u8 cache group (layers that share a window); empty = all in group 0
+    append_groups: bytes  # u8, parallel: cache group; empty = all in group 0
     decode_slots: bytes | None  # i32 slots to decode, in row order; None = the same as before
     chunks: bytes  # i32 × 3: slot, count of ids to prefill (from where the slot stands), sample (0/1)
 
@@ -392,7 +397,7 @@ class Desync(Message, frozen=True, tag="desync"):
 class WorkerFacts(Message, frozen=True, tag="worker_facts"):
     """What a worker found it can do."""
 
-    num_pages: int
+    num_pages: int  # of group 0 (see StepPlan); 0 = no layer attends to all positions
     page_size: int
     max_model_len: int  # the smallest of the flag, the model and what the pages hold
     max_num_seqs: int
@@ -401,6 +406,8 @@ class WorkerFacts(Message, frozen=True, tag="worker_facts"):
     device: str
     dtype: str
     kv_bytes_per_token: int
+    window: int = 0  # positions that layers of group 1 attend to, the token's own included; 0 = there is no such group
+    window_pages: int = 0  # of group 1
 
 
 class TokenizerFacts(Message, frozen=True, tag="tokenizer_facts"):

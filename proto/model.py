@@ -65,6 +65,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dense_layers: tuple[int, ...] = ()  # layers of a mixture that have one MLP of intermediate_size instead
     dtype: str = "bfloat16"  # the checkpoint's own: what `--dtype auto` means
 
+    @property
+    def window(self) -> int:
+        """The largest window of a layer: no layer that has one sees further back. 0 = no layer has one."""
+        return max(self.windows, default=0)
+
+    @property
+    def windowed_layers(self) -> int:
+        return sum(window > 0 for window in self.windows)
+
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of K and V that one token adds over all layers."""
         return self.num_layers * self.num_kv_heads * self.head_dim * 2 * element_bytes

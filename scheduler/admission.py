@@ -8,6 +8,7 @@ from proto.messages import Admit, RejectCode, WorkerFacts, column
 from scheduler.policy import OutputLengths, PrefillSpeed, Thrash
 from scheduler.request import ID_BYTES, Request
 from scheduler.running import Running
+from scheduler.window import Window
 
 _MIN_RETRY_MS, _MAX_RETRY_MS = 100, 30_000
 
@@ -37,6 +38,8 @@ class Admission:
         self._options = options
         self._facts = facts
         self._running = running
+        self._tree = running.tree
+        self._window = running.window
         self._budget = budget
         self._long_tokens = max(budget // 2, 1)
         self.lengths = OutputLengths()
@@ -64,13 +67,16 @@ class Admission:
                 f"max_model_len ({self._facts.max_model_len})",
             )
         # The last id is never fed back, so its K/V need no room.
-        pages = self._running.pool.pages_of(max(longest - 1, prompt))
-        if pages > self._facts.num_pages:
+        pages, there = self._running.pool.pages_of(max(longest - 1, prompt)), self._running.pool.num_pages
+        window = self._window
+        if pages <= there and window is not None:
+            pages, there = window.least(pages), window.pool.num_pages
+        if pages > there:
             return Refusal(
                 RejectCode.INVALID,
                 "max_new_tokens",
                 f"prompt ({prompt} tokens) + max_new_tokens ({admit.max_new_tokens}) needs {pages} KV pages of "
-                f"{self._facts.page_size} tokens; the worker has {self._facts.num_pages}",
+                f"{self._facts.page_size} tokens; the worker has {there}",
             )
         if not self._options.chunked_prefill and prompt > self._budget:
             return Refusal(
@@ -113,12 +119,14 @@ class Admission:
 
     def pinned(self, request: Request) -> Refusal:
         """Nothing runs, and yet the request finds too few pages: only pins can hold them."""
-        pool = self._running.pool
+        pool, window = self._running.pool, self._window
+        needed = pool.pages_of(request.tokens)
+        if window is not None and needed <= pool.available:
+            pool, needed = window.pool, window.least(needed)
         return Refusal(
             RejectCode.EXHAUSTED,
             "",
-            f"the prompt needs {pool.pages_of(request.tokens)} KV pages; pinned prefixes leave "
-            f"{pool.available} of {pool.num_pages}",
+            f"the prompt needs {needed} KV pages; pinned prefixes leave {pool.available} of {pool.num_pages}",
             retry_after_ms=_MAX_RETRY_MS,
         )
 
@@ -129,10 +137,13 @@ class Admission:
     def match(self, request: Request) -> int:
         """Look the request up in the prefix tree as it is now; returns the tokens left to prefill.
 
-        At least the last id is always computed, since its logits are wanted.
+        At least the last id is always computed, since its logits are wanted. Layers behind a window must have what
+        the first computed id sees.
         """
-        tokens = request.tokens
-        self._running.tree.match(request.path, request.ids, tokens - 1)
+        tokens, path = request.tokens, request.path
+        self._tree.match(path, request.ids, tokens - 1)
+        if self._window is not None and path.length:
+            self._tree.match(path, request.ids, self._window.usable(path.pages) * self._facts.page_size)
         return tokens - request.path.length * self._facts.page_size
 
     def obstacle(self, request: Request, budget: int, now: int) -> Obstacle | None:
@@ -146,7 +157,8 @@ class Admission:
             return Obstacle.LONG
         if not self._options.chunked_prefill and budget < uncached <= self._budget:
             return Obstacle.BUDGET
-        return self._pages(request)
+        short = self._pages(request)
+        return short if short is not None or self._window is None else self._window_pages(request, self._window)
 
     def _pages(self, request: Request) -> Obstacle | None:
         """Whether pages are there now, and are expected to last."""
@@ -166,3 +178,18 @@ class Admission:
         if running.committed + expected <= pool.num_pages or not running.count:
             return None
         return None if running.peak_with(request) <= pool.num_pages - headroom else Obstacle.PAGES
+
+    def _window_pages(self, request: Request, window: Window) -> Obstacle | None:
+        """As `_pages`, for the layers behind windows. A chunk takes what pages there are, so few must be there."""
+        running, pool, path = self._running, window.pool, request.path
+        used, idle = window.hit_pages(path.pages)
+        held_from = path.length - used - idle
+        needed = window.least(pool.pages_of(request.tokens) - held_from) - used
+        if not running.count:
+            return None if needed <= pool.available else Obstacle.PINNED
+        headroom = self.thrash.headroom(pool.num_pages)
+        if pool.available - needed - running.owed() < headroom:
+            return Obstacle.PAGES
+        if window.committed + window.plateau(request.expected_pages) <= pool.num_pages:
+            return None
+        return None if running.window_peak_with(request) <= pool.num_pages - headroom else Obstacle.PAGES

@@ -103,7 +103,7 @@ class Scheduler:
             case Census():
                 self._on_census(message, now)
             case Flush():
-                pages = self._running.tree.flush()
+                pages = self._running.flush()
                 self._out.send(StageKind.SERVER, server_of(message.rid), FlushReply(rid=message.rid, pages=pages))
             case World():
                 self._on_world(message)
@@ -130,6 +130,8 @@ class Scheduler:
         if due is None or now < due:
             return None
         self._lifecycle.expire(now)
+        if self._running.window is not None:
+            self._running.slide_prefills()
         forced = self._force_preemption()
         view, append_slots, append_pages, preempted = self._plan_decodes()
         chunks: dict[Request, int] = {}
@@ -145,7 +147,7 @@ class Scheduler:
             if paused and chunks:
                 view = self._running.rows.view(view.slots[:0])
         if not len(view) and not chunks:
-            return None
+            return self._plan_with_fewer(now) if self._running.prefills and not self._flight else None
         plan = self._issue(view, append_slots, append_pages, chunks, admits)
         if len(self._flight) == 1:
             self._pacer.started(self._flight[0].prefill_tokens, now)
@@ -157,7 +159,17 @@ class Scheduler:
 
     def counters(self) -> dict[str, float]:
         """For the heartbeat."""
-        pool, admission = self._running.pool, self._admission
+        pool, window, admission = self._running.pool, self._running.window, self._admission
+        windowed: dict[str, float] = {}
+        if window is not None and window.imaginary:
+            pool = window.pool
+        elif window is not None:
+            windowed = {
+                "window_pages_total": float(window.pool.num_pages),
+                "window_pages_free": float(window.pool.free),
+                "window_pages_cached": float(window.pool.idle),
+                "window_evictions": float(window.evictions),
+            }
         totals = dataclasses.asdict(self.counts)
         return {
             "running": float(self._running.count),
@@ -167,7 +179,8 @@ class Scheduler:
             "pages_free": float(pool.free),
             "pages_cached": float(pool.idle),
             "step": float(self._step),
-            "evictions": float(self._running.tree.evictions),
+            **windowed,
+            "evictions": float(self._running.evictions),
             "preempted_tokens": float(admission.thrash.preempted_tokens),
             "thrash": admission.thrash.ratio,
             "throttled_pages": float(admission.thrash.headroom(pool.num_pages)),
@@ -230,6 +243,11 @@ class Scheduler:
             self.counts.aborted += 1
             self._lifecycle.drop(request)
 
+    def _plan_with_fewer(self, now: int) -> StepPlan | None:
+        """Prefills hold all pages of layers behind windows, and none can go on: the newest makes way."""
+        self._lifecycle.preempt(self._running.prefills[-1])
+        return self.plan(now)
+
     # ---------------------------------------------------------------- plan: decode rows
 
     def _plan_decodes(self) -> tuple[RowView, I32Array, I32Array, bool]:
@@ -238,7 +256,7 @@ class Scheduler:
         while True:
             view = running.decode_view()
             needy = running.lacking_page(view)
-            if needy.size <= running.pool.available:
+            if needy.size <= running.available:
                 break
             victim = running.victim()
             if victim is None:
@@ -277,6 +295,9 @@ class Scheduler:
     ) -> StepPlan:
         """Account the step as planned and write it down."""
         running = self._running
+        appended = append_slots.tobytes(), append_pages.tobytes(), b""
+        if running.window is not None:
+            appended = running.window.appends(append_slots, append_pages)
         decode_slots = None if view is self._sent_view else view.slots.tobytes()
         self._sent_view = view
         if len(view):
@@ -291,9 +312,9 @@ class Scheduler:
             previous=self._step - 1,
             released=running.take_released(),
             admits=tuple(admits),
-            append_slots=append_slots.tobytes(),
-            append_pages=append_pages.tobytes(),
-            append_groups=b"",
+            append_slots=appended[0],
+            append_pages=appended[1],
+            append_groups=appended[2],
             decode_slots=decode_slots,
             chunks=packed,
         )

@@ -134,7 +134,8 @@ class Lifecycle:
     def preempt(self, request: Request) -> None:
         """Back to the queue with all that is known; what is in flight for it will be dropped."""
         request.learn(self._running.rows.known_ids(request.slot))
-        self._running.leave([request], keep=True)
+        # What a prefill has planned is in the tree already.
+        self._running.leave([request], keep=request.state is State.DECODE)
         request.preemptions += 1
         self._enqueue(request, self._admission.match(request))
         self.counts.preemptions += 1

@@ -57,8 +57,7 @@ class PrefillPlanner:
     def _advance(self, request: Request, budget: int, share: PrefillShare) -> None:
         """Plan as much of a prefill as the budget holds."""
         tokens = min(budget, request.tokens - request.done)
-        if tokens:
-            self._running.advance(request, tokens)
+        if tokens and (tokens := self._running.advance(request, tokens)):
             share.chunks[request] = share.chunks.get(request, 0) + tokens
             share.budget -= tokens
             self._queues.charge(request.work_class, tokens)

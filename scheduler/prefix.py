@@ -141,6 +141,16 @@ class PrefixTree:
         path.tip = self._add(tip, path, ids, table, end, 1)
         path.length = end
 
+    def known_below(self, path: Path, ids: bytes, end: int) -> bytes:
+        """The pages that continue a path by these ids, up to page number `end`, as far as the tree has them."""
+        tip = path.tip or self._root
+        node, found = self._descend(tip, path.salt, ids, end), []
+        while node is not tip:
+            found.append(node.pages)
+            assert node.parent is not None
+            node = node.parent
+        return b"".join(found[::-1])
+
     def hold(self, path: Path) -> bytes:
         """Use the pages of a path that was matched just now, until `leave` or `unpin`; returns them.
 

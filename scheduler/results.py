@@ -85,7 +85,7 @@ class Results:
         assert request is not None
         position = int(rows.known[slot]) - request.prompt_len
         self._lifecycle.counts.failed_rows += 1
-        self._running.tree.forget(request.path)
+        self._running.forget(request)
         message = f"the model's logits for output token {position} are not finite"
         self._lifecycle.refuse(request, Refusal(RejectCode.INTERNAL, "", message))
 

@@ -10,11 +10,12 @@ from array import array
 import numpy as np
 
 from proto.messages import AdmitRow, WorkerFacts, column
-from scheduler.pages import I32Array, PagePool
+from scheduler.pages import PAGE_ID_BYTES, I32Array, PagePool
 from scheduler.policy import cheapest_victim, expected_peak
 from scheduler.prefix import PrefixTree
 from scheduler.request import Request, State
 from scheduler.rows import Rows, RowView
+from scheduler.window import Window
 
 # Whom a preemption hurts most: interactive work is given up last.
 _VICTIM_WEIGHTS = np.array([4, 2, 1])  # by WorkClass
@@ -24,7 +25,8 @@ class Running:
     """All requests in slots. Decode rows keep their order for as long as they run."""
 
     def __init__(self, facts: WorkerFacts, capacity: int, prefix_caching: bool) -> None:
-        self.pool = PagePool(facts.num_pages, facts.page_size)
+        self.window = Window(facts, capacity) if facts.window else None
+        self.pool = self.window.full if self.window is not None else PagePool(facts.num_pages, facts.page_size)
         self.tree = PrefixTree(self.pool, prefix_caching)
         max_pages = self.pool.pages_of(facts.max_model_len)
         self.rows = Rows(capacity, max_pages, facts.page_size)
@@ -41,12 +43,24 @@ class Running:
     def count(self) -> int:
         return self.rows.capacity - len(self.rows.free)
 
+    @property
+    def available(self) -> int:
+        """Pages that rows can get, of the group that has fewer."""
+        window = self.window
+        return self.pool.available if window is None else min(self.pool.available, window.pool.available)
+
+    @property
+    def evictions(self) -> int:
+        """Of pages that take memory, of group 0 where a model has it."""
+        window = self.window
+        return window.evictions if window is not None and window.imaginary else self.tree.evictions
+
     # ---------------------------------------------------------------- in and out
 
     def place(self, request: Request, budget: int) -> AdmitRow:
         """Give a request a slot, the pages of its matched path, own pages for the rest of its ids, and its first
-        chunk of at most `budget` tokens."""
-        pool, tree, path, tokens = self.pool, self.tree, request.path, request.tokens
+        chunk of at most `budget` tokens. Layers behind a window get pages for that chunk only."""
+        pool, tree, path, tokens, window = self.pool, self.tree, request.path, request.tokens, self.window
         hits = path.length
         # Held before the allocation, which may evict what is idle.
         pages = (tree.hold(path) if hits else b"") + tree.allocate(pool.pages_of(tokens) - hits)
@@ -55,7 +69,16 @@ class Running:
         request.hit_pages = hits
         request.done = done = min(start + budget, tokens)
         slot = self.rows.enter(request, pages)
-        tree.extend(path, request.ids, pages, done // pool.page_size)
+        window_pages = b""
+        if window is None:
+            tree.extend(path, request.ids, pages, done // pool.page_size)
+        else:
+            window_pages = window.enter(slot, path.pages, request.expected_pages)
+            request.done = done = start + window.extend(slot, column(pages), start, done - start)
+            self.rows.planned[slot] = done
+            self._enter_tree(request)
+            if window.imaginary:
+                pages = b""
         self.committed += request.expected_pages
         if done < tokens:
             self.prefills.append(request)
@@ -68,12 +91,15 @@ class Running:
             sampling=request.sampling,
             min_len=request.min_len,
             stop_ids=request.stop_ids,
+            window_pages=window_pages,
         )
 
     def leave(self, requests: list[Request], keep: bool) -> None:
         """Empty the slots of these requests; with `keep`, what they computed enters the prefix tree."""
-        rows, tree = self.rows, self.tree
+        rows, tree, window = self.rows, self.tree, self.window
         slots = [request.slot for request in requests]
+        if window is not None:
+            window.leave(slots, [request.expected_pages for request in requests])
         for request, (table, ids, end) in zip(requests, rows.computed(slots), strict=True):
             tree.leave(request.path, table, ids, end if keep else 0)
             self.committed -= request.expected_pages
@@ -94,15 +120,52 @@ class Running:
 
     # ---------------------------------------------------------------- prefill
 
-    def advance(self, request: Request, tokens: int) -> None:
-        """Plan the next ids of a prefill. Full pages enter the tree at once: later rows, even of the same step,
-        may hit them, since every layer writes its K/V before attention reads."""
+    def advance(self, request: Request, tokens: int) -> int:
+        """Plan the next ids of a prefill; returns how many: fewer when pages of layers behind windows are short."""
+        slot = request.slot
+        if self.window is not None:
+            tokens = self.window.extend(slot, self.rows.pages[slot], request.done, tokens)
         request.done += tokens
         if request.done == request.tokens:
             self.prefills.remove(request)
-        slot = request.slot
-        self.tree.extend(request.path, request.ids, self.rows.table(slot), request.done // self.pool.page_size)
         self.rows.planned[slot] = request.done
+        self._enter_tree(request)
+        return tokens
+
+    def _enter_tree(self, request: Request) -> None:
+        """Full pages enter the tree once they are planned: later rows, even of the same step, may hit them, since every
+        layer writes its K/V before attention reads."""
+        tree, path, ids, table = self.tree, request.path, request.ids, self.rows.table(request.slot)
+        end = request.done // self.pool.page_size
+        tree.extend(path, ids, table, end)
+        if self.window is not None and path.severed:
+            known, at = tree.known_below(path, ids, end), path.length * PAGE_ID_BYTES
+            self.window.lend(table[at : at + len(known)], known)
+
+    def slide_prefills(self) -> None:
+        """Let go of what prefills have behind their windows. Once a plan, before any page is given out."""
+        assert self.window is not None
+        if self.prefills:
+            self.window.slide(np.array([request.slot for request in self.prefills], np.int32), self.rows)
+
+    def forget(self, request: Request) -> None:
+        """What this row has computed is not to be trusted: nobody may hit it."""
+        path = request.path
+        if self.window is not None:
+            below = self.tree.known_below(path, request.ids, request.tokens // self.pool.page_size)
+            self.window.distrust(path.pages + below)
+        self.tree.forget(path)
+
+    def flush(self) -> int:
+        """Evict all that nobody uses; returns how many pages, of memory, became free."""
+        window = self.window
+        if window is None:
+            return self.tree.flush()
+        pools = [window.pool] if window.imaginary else [self.pool, window.pool]
+        before = sum(pool.free for pool in pools)
+        self.tree.flush()
+        window.flush()
+        return sum(pool.free for pool in pools) - before
 
     def start_decoding(self, view: RowView, requests: list[Request]) -> RowView:
         """All known ids of these are planned: they sample in this step, behind the rows of `view`, and decode from
@@ -126,26 +189,32 @@ class Running:
         """Rows to decode, in order. The same object as long as they are the same."""
         if self._view is None:
             self._order = order = self._order.compress(self._decoding.take(self._order))
+            if self.window is not None:  # rows that come from prefill hold what their last chunk saw
+                self.window.slide(order, self.rows)
             self._view = self.rows.view(order)
             self._steps_left = 0
         return self._view
 
     def lacking_page(self, view: RowView) -> I32Array:
-        """Rows whose next id begins a page that they do not have yet; as slots."""
+        """Rows whose next id begins a page that they do not have yet; as slots. They let go of what they can first."""
         index = view.index
         lacking: I32Array = view.slots.compress(self.rows.planned.take(index) == self.rows.room.take(index))
+        if self.window is not None and lacking.size:
+            self.window.slide(lacking, self.rows)
         return lacking
 
     def append_pages(self, slots: I32Array) -> I32Array:
         pages = column(self.tree.allocate(len(slots)))
         self.rows.append(slots, pages)
+        if self.window is not None:
+            self.window.append(slots, pages)
         return pages
 
     def stall(self, view: RowView, needy: I32Array) -> tuple[RowView, I32Array]:
         """Leave out the rows that get no page in this step."""
-        left_out = needy[self.pool.available :]
+        left_out = needy[self.available :]
         self._view = None  # the next step asks again
-        return view.only(~np.isin(view.slots, left_out)), needy[: self.pool.available]
+        return view.only(~np.isin(view.slots, left_out)), needy[: self.available]
 
     def decoded(self, view: RowView) -> None:
         """One decode step of these rows is planned. Rows whose last id it samples leave the order."""
@@ -200,3 +269,29 @@ class Running:
         growth = np.append(np.maximum(expected - held, 1), max(request.expected_pages - needed, 1))
         peak = expected_peak(np.append(own, needed - request.path.length), growth)
         return shared + request.path.idle_pages + peak
+
+    def window_peak_with(self, request: Request) -> int:
+        """The same of the group behind windows. Rows grow no further than to a plateau; so two sums are bounds."""
+        window = self.window
+        assert window is not None
+        present = [other for other in self.rows.requests if other is not None]
+        slots = [other.slot for other in present]
+        end = window.end[slots].astype(np.int64)
+        expected = np.array([other.expected_pages for other in present], np.int64)
+        own = end - np.maximum(window.first[slots], np.array([other.hit_pages for other in present], np.int64))
+        _, idle = window.hit_pages(request.path.pages)
+        shared = max(window.pool.used - int(own.sum()), 0)
+        needed = self.pool.pages_of(request.tokens)
+        own = np.append(own, window.least(needed - request.path.length))
+        growth = np.append(np.maximum(expected - end, 1), max(request.expected_pages - needed, 1))
+        plateaus = np.minimum(own + growth, window.plateau(self.rows.pages.shape[1]))
+        return shared + idle + min(expected_peak(own, growth), int(plateaus.sum()))
+
+    def owed(self) -> int:
+        """Pages of the group behind windows that prefills must yet be able to get, whoever else gets some."""
+        window, owed = self.window, 0
+        assert window is not None
+        for request in self.prefills:
+            first, end = int(window.first[request.slot]), int(window.end[request.slot])
+            owed += max(window.least(self.pool.pages_of(request.tokens) - first) - (end - first), 0)
+        return owed

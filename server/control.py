@@ -81,7 +81,7 @@ class ControlService:
             dtype=worker.dtype,
             device=worker.device,
             kv_bytes_per_token=worker.kv_bytes_per_token,
-            num_pages=worker.num_pages,
+            num_pages=worker.num_pages or worker.window_pages,
             page_size=worker.page_size,
             max_num_seqs=worker.max_num_seqs,
             max_num_batched_tokens=worker.max_num_batched_tokens,

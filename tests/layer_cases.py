@@ -9,7 +9,7 @@ import torch
 from proto.config import WorkerOptions
 from proto.model import ModelManifest
 from worker.batch import I32Array
-from worker.law import step
+from worker.law import pages_of_all_layers, step
 from worker.torch_forward import TorchForward
 
 Row = tuple[I32Array, int]  # ids to compute, and the position of the first
@@ -44,7 +44,7 @@ class Player:
     def __init__(self, forward: TorchForward, sequences: int, length: int, seed: int = 0) -> None:
         self.forward = forward
         per_sequence = -(-length // forward.page_size)
-        order = np.random.default_rng(seed).permutation(forward.num_pages)[: sequences * per_sequence]
+        order = np.random.default_rng(seed).permutation(pages_of_all_layers(forward))[: sequences * per_sequence]
         self.pages = order.reshape(sequences, per_sequence).astype(np.int32)
 
     def run(self, rows: dict[int, Row], every_token: bool = False) -> torch.Tensor:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from proto.cache import longest_sequence
 from proto.config import SchedulerOptions, WorkerOptions
 from proto.ids import make_rid
 from proto.messages import (
@@ -30,6 +31,7 @@ from proto.messages import (
     StepPlan,
     StepResult,
     WorkClass,
+    WorkerFacts,
     column,
 )
 from scheduler.core import Scheduler
@@ -65,6 +67,14 @@ class Story:
         return next(iter(distinct))
 
 
+def _smaller(facts: WorkerFacts, num_pages: int, window_pages: int) -> WorkerFacts:
+    """A pool of so many pages; 0 = as it is. `num_pages` are of the one cache group where a model has but one."""
+    full = (num_pages or facts.num_pages) if facts.num_pages else 0
+    windowed = window_pages or (facts.window_pages if full else num_pages or facts.window_pages)
+    limit = longest_sequence(full, facts.window, windowed, facts.page_size, facts.max_model_len)
+    return msgspec.structs.replace(facts, num_pages=full, window_pages=windowed, max_model_len=limit)
+
+
 class Pair:
     """One scheduler with one runner, which may be used by many pairs one after another."""
 
@@ -78,14 +88,12 @@ class Pair:
         max_num_batched_tokens: int | None = None,
         max_num_seqs: int | None = None,
         debug_preempt_every: int = 0,
-        num_pages: int | None = None,
+        num_pages: int = 0,
+        window_pages: int = 0,
         keep_logits: bool = False,
         epoch: int = 1,
     ) -> None:
-        facts = facts_of(runner, worker)
-        if num_pages is not None:
-            limit = min(facts.max_model_len, num_pages * facts.page_size)
-            facts = msgspec.structs.replace(facts, num_pages=num_pages, max_model_len=limit)
+        facts = _smaller(facts_of(runner, worker), num_pages, window_pages)
         options = SchedulerOptions(
             pipeline_depth=depth,
             prefix_caching=prefix_caching,

@@ -1,6 +1,6 @@
 """What the scheduler's tests put around it: a worker that remembers what every page holds, and short messages."""
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import msgspec
@@ -158,6 +158,7 @@ class FakeSlot:
     ids: list[int]  # known and sampled
     digests: npt.NDArray[np.int64]  # of ids[:p+1] and the salt, for every position
     pages: list[int]
+    windowed: dict[int, int]  # page of the group behind a window, by number
     length: int  # positions whose K/V are computed
     seed: int
     min_len: int
@@ -169,7 +170,8 @@ class FakeSlot:
 class FakeWorker:
     """Runs plans against pages that remember which prefix, of which salt, each position holds.
 
-    It checks the protocol, that nobody writes where another row reads, and that each row reads its own prefix.
+    It checks the protocol, that nobody writes where another row reads, and that each row reads its own prefix; behind a
+    window that is all a row has there.
     """
 
     def __init__(self, facts: WorkerFacts, salts: dict[int, str] | None = None) -> None:
@@ -185,6 +187,8 @@ class FakeWorker:
         self._holders = np.zeros(facts.num_pages, np.int32)
         self._older_holders = self._holders.copy()
         self._content = np.zeros((facts.num_pages, facts.page_size), np.int64)
+        self._window_content = np.zeros((facts.window_pages, facts.page_size), np.int64)
+        self._window_holders: Counter[int] = Counter()  # rows of earlier plans that see something in a page
         self._decode: list[int] = []
 
     def reset(self, message: Reset) -> None:
@@ -201,10 +205,16 @@ class FakeWorker:
         for row in plan.admits:
             self._admit(row)
         slots, pages = column(plan.append_slots).tolist(), column(plan.append_pages).tolist()
-        for slot, page in zip(slots, pages, strict=True):
+        groups = column(plan.append_groups, U8).tolist() or [0] * len(slots)
+        for slot, page, group in zip(slots, pages, groups, strict=True):
+            if group:
+                windowed = self.slots[slot].windowed
+                windowed[max(windowed, default=self.slots[slot].length // self.facts.page_size - 1) + 1] = page
+                continue
             self.slots[slot].pages.append(page)
             self._holders[page] += 1
             self._older_holders[page] += 1
+        self._count_window_holders()
         if plan.decode_slots is not None:
             self._decode = column(plan.decode_slots).tolist()
         assert len(set(self._decode)) == len(self._decode)
@@ -238,12 +248,17 @@ class FakeWorker:
     def _admit(self, row: AdmitRow) -> None:
         assert row.slot not in self.slots
         known, pages = column(row.ids).tolist(), column(row.pages).tolist()
-        assert 0 <= row.start < len(known) <= len(pages) * self.facts.page_size
+        assert 0 <= row.start < len(known)
+        assert len(known) <= len(pages) * self.facts.page_size or not self.facts.num_pages
+        windowed = column(row.window_pages).tolist()
+        hits = row.start // self.facts.page_size
+        assert len(windowed) == (hits - self._first_seen(row.start) if self.facts.window else 0)
         assert row.start % self.facts.page_size == 0
         state = FakeSlot(
             ids=known,
             digests=np.zeros(self.facts.max_model_len + 1, np.int64),
             pages=pages,
+            windowed=dict(zip(range(hits - len(windowed), hits), windowed, strict=True)),
             length=row.start,
             seed=row.sampling.seed,
             min_len=row.min_len,
@@ -255,6 +270,19 @@ class FakeWorker:
         self._holders[pages] += 1
         self.slots[row.slot] = state
 
+    def _first_seen(self, position: int) -> int:
+        """Number of the first page that the id at this position sees behind its window."""
+        return max((position - self.facts.window + 1) // self.facts.page_size, 0)
+
+    def _count_window_holders(self) -> None:
+        self._window_holders.clear()
+        for state in self.slots.values():
+            first = self._first_seen(state.length)
+            for number in [n for n in state.windowed if n < first]:
+                del state.windowed[number]
+            if not state.fresh:
+                self._window_holders.update(state.windowed.values())
+
     def _digest(self, state: FakeSlot, position: int) -> None:
         before = int(state.digests[position - 1]) if position else hash(("salt", state.salt)) & _MASK
         state.digests[position] = hash((before, state.ids[position])) & _MASK
@@ -263,10 +291,16 @@ class FakeWorker:
         size = self.facts.page_size
         for position in range(state.length, state.length + count):
             assert position < len(state.ids), "computes an id that nobody knows"
-            page = state.pages[position // size]
-            others = self._older_holders[page] - (not state.fresh)
-            assert not others, f"writes page {page}, which {others} other rows hold"
-            self._content[page, position % size] = state.digests[position]
+            if self.facts.num_pages:
+                page = state.pages[position // size]
+                others = self._older_holders[page] - (not state.fresh)
+                assert not others, f"writes page {page}, which {others} other rows hold"
+                self._content[page, position % size] = state.digests[position]
+            if self.facts.window:
+                page = state.windowed[position // size]
+                others = self._window_holders[page] - (not state.fresh)
+                assert not others, f"writes windowed page {page}, which {others} other rows see"
+                self._window_content[page, position % size] = state.digests[position]
         state.length += count
 
     def _read(self, state: FakeSlot, count: int) -> None:
@@ -274,8 +308,15 @@ class FakeWorker:
         if count == 1 and state.length % size > 1:
             return  # a decode inside a page: read again when the page is full
         used = -(-state.length // size)
-        content = self._content[state.pages[:used]].ravel()[: state.length]
-        assert np.array_equal(content, state.digests[: state.length]), "reads a page of another prefix"
+        if self.facts.num_pages:
+            content = self._content[state.pages[:used]].ravel()[: state.length]
+            assert np.array_equal(content, state.digests[: state.length]), "reads a page of another prefix"
+        if self.facts.window:
+            first = self._first_seen(state.length - count)
+            pages = [state.windowed[number] for number in range(first, used)]
+            content = self._window_content[pages].ravel()[: state.length - first * size]
+            wanted = state.digests[first * size : state.length]
+            assert np.array_equal(content, wanted), "reads a windowed page of another prefix"
 
     def _sample(self, state: FakeSlot) -> int:
         assert state.length == len(state.ids), "samples before all known ids are computed"
@@ -380,8 +421,9 @@ class Ring:
         assert not self.scheduler.counters()["running"]
         assert not self.scheduler.counters()["waiting"], "requests wait and nothing runs"
         # Releases of the last plan's rows travel with the next one.
-        pool = self.scheduler._running.pool
+        pool, window = self.scheduler._running.pool, self.scheduler._running.window
         assert pool.free + pool.idle == pool.num_pages
+        assert window is None or window.pool.available == window.pool.num_pages
 
     def _of(self, rid: int, attempt: int) -> Received:
         return self.received.setdefault((rid, attempt), Received())

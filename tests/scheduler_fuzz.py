@@ -50,6 +50,8 @@ class Setting:
     chunked: bool = True
     preempt_every: int = 0
     optimistic: bool = False  # admission expects no output at all, so that rows run out of pages
+    window: int = 0  # of some layers, of all if there are no `pages`
+    window_pages: int = 0
 
 
 class Fuzz:
@@ -59,7 +61,13 @@ class Fuzz:
         self.random = random.Random(seed)
         self.setting = setting
         facts = make_facts(
-            num_pages=setting.pages, vocab_size=_VOCAB, max_model_len=96, max_num_batched_tokens=64, max_num_seqs=10
+            num_pages=setting.pages,
+            vocab_size=_VOCAB,
+            max_model_len=96,
+            max_num_batched_tokens=64,
+            max_num_seqs=10,
+            window=setting.window,
+            window_pages=setting.window_pages,
         )
         options = make_options(
             pipeline_depth=setting.depth,
@@ -297,6 +305,10 @@ class Fuzz:
             assert request.state in (State.PREFILL, State.DECODE)
             assert rows.planned[request.slot] <= rows.room[request.slot]
         running.tree.check(own)
+        if running.window is not None:
+            running.window.check([request.slot for request in requests])
+            plateaus = [running.window.plateau(request.expected_pages) for request in requests]
+            assert running.window.committed == sum(plateaus)
         for node in running.tree.nodes():
             assert users.pop(node, 0) == node.users, "users of a page are miscounted"
         assert not users, "a page is used that is not in the tree"
@@ -324,6 +336,8 @@ class Fuzz:
         pool = self.ring.scheduler._running.pool
         self.ring.send(Flush(rid=rid_of(1)))
         assert pool.free == pool.num_pages
+        window = self.ring.scheduler._running.window
+        assert window is None or window.pool.free == window.pool.num_pages
         assert not self.ring.scheduler._lifecycle.stops.watched.any()
 
 
@@ -336,6 +350,12 @@ SETTINGS = [
     Setting(depth=2, pages=60, prefix_caching=False),
     Setting(depth=2, pages=40, chunked=False),
     Setting(depth=2, pages=60, preempt_every=3),
+    Setting(depth=2, pages=60, window=13, window_pages=24),
+    Setting(depth=3, pages=60, window=13, window_pages=12, optimistic=True),
+    Setting(depth=2, pages=0, window=9, window_pages=5, optimistic=True),
+    Setting(depth=3, pages=0, window=14, window_pages=24, preempt_every=5),
+    Setting(depth=1, pages=40, window=1, window_pages=16, prefix_caching=False),
+    Setting(depth=3, pages=0, window=200, window_pages=40),
 ]
 
 

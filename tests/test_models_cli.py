@@ -131,6 +131,33 @@ def test_dtypes(
     assert sizes["pages"] is None
 
 
+def test_layers_behind_a_window_keep_pages_of_the_window_only() -> None:
+    """One layer of two has a window of 100: 8 pages, or 9 with one just begun."""
+    config = ModelConfig(
+        family="gemma3",
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=16,
+        norm_eps=1e-6,
+        max_position_embeddings=512,
+        windows=(100, 0),
+        dtype="float32",
+    )
+    sizes = estimate.estimate(config, sequence_length=400, memory=10**8)
+    assert (sizes.pages_per_sequence, sizes.window_pages_per_sequence) == (25, 9)
+    assert sizes.sequence_bytes == (25 + 9) * 16 * 256  # a token takes 2 × 2 × 16 × 4 bytes in a layer
+    assert sizes.kv_pool_bytes is not None
+    # For sequences of 400 tokens, four windows, memory is divided.
+    assert sizes.sequences == sizes.kv_pool_bytes // sizes.sequence_bytes
+    assert "25 pages and 9 pages of layers behind a window" in estimate._table(sizes)
+    shorter = estimate.estimate(config, sequence_length=90, max_model_len=90)
+    assert (shorter.pages_per_sequence, shorter.window_pages_per_sequence) == (6, 0)
+
+
 def test_a_sequence_takes_whole_pages(capsys: pytest.CaptureFixture[str], llama_8b: str) -> None:
     sizes = run_estimate(
         capsys,
@@ -152,7 +179,7 @@ def test_a_sequence_takes_whole_pages(capsys: pytest.CaptureFixture[str], llama_
 def test_the_table_for_people(capsys: pytest.CaptureFixture[str], llama_8b: str) -> None:
     assert main(["estimate", llama_8b, "--memory", "24GiB", "--sequence-length", "8192"]) == 0
     out = capsys.readouterr().out
-    for words in ("131,072 bytes", "14.96 GiB", "1.00 GiB, 512 pages", "3,400 (54,400 tokens)", "6 at once"):
+    for words in ("131,072 bytes", "14.96 GiB", "1.00 GiB, 512 pages", "3,400 pages (54,400 tokens)", "6 at once"):
         assert words in out
 
 

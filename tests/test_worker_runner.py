@@ -52,6 +52,7 @@ class SumForward:
     """Wants the id after token t at position p to be t + p. `poisoned` positions give NaN."""
 
     num_pages = 64
+    window = window_pages = 0
     page_size = 4
     max_model_len = 40
     vocab_size = VOCAB

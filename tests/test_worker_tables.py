@@ -3,14 +3,16 @@
 import random
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proto.messages import AdmitRow, Sampling, StepPlan
+from proto.messages import AdmitRow, Sampling, StepPlan, column
 from worker.batch import StepBatch
-from worker.tables import PlanError, SlotTables
+from worker.sequence import PlanError
+from worker.tables import SlotTables
 
 PAGE = 4
 SLOTS = 6
@@ -203,6 +205,82 @@ def test_batches_equal_those_of_a_naive_model(seed: int, steps: int) -> None:
         assert [row for row, _ in rows.masked] == early
 
 
+def behind_window(plan: StepPlan, window: int, alone: bool) -> StepPlan:
+    """The same plan for a model with layers behind a window, whose pages have the numbers of the other layers'.
+
+    `alone`: all layers are.
+    """
+    admits, slots, pages = [], [], []
+    for row in plan.admits:
+        has, hits = column(row.pages), row.start // PAGE
+        seen = has[max((row.start - window + 1) // PAGE, 0) : hits]
+        admits.append(msgspec.structs.replace(row, pages=b"" if alone else row.pages, window_pages=seen.tobytes()))
+        slots += [row.slot] * (len(has) - hits)
+        pages += has[hits:].tolist()
+    full = 0 if alone else len(plan.append_slots) // 4
+    return msgspec.structs.replace(
+        plan,
+        admits=tuple(admits),
+        append_slots=plan.append_slots[: 4 * full] + i32(*slots) + plan.append_slots,
+        append_pages=plan.append_pages[: 4 * full] + i32(*pages) + plan.append_pages,
+        append_groups=b"\0" * full + b"\1" * (len(slots) + len(plan.append_slots) // 4),
+    )
+
+
+@given(seed=st.integers(0, 2**32), steps=st.integers(1, 60), window=st.integers(1, MAX_LEN), alone=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_lists_behind_a_window_begin_where_the_first_id_sees(seed: int, steps: int, window: int, alone: bool) -> None:
+    naive, full = Naive(random.Random(seed)), make_tables()
+    both = SlotTables(
+        max_slots=SLOTS,
+        num_pages=0 if alone else POOL,
+        page_size=PAGE,
+        max_model_len=MAX_LEN,
+        vocab_size=VOCAB,
+        window=window,
+        window_pages=POOL,
+    )
+    for _ in range(steps):
+        plan, _ = naive.plan()
+        expected, batch = full.apply(plan), both.apply(behind_window(plan, window, alone))
+        lists = batch.windowed
+        assert lists is not None
+        assert batch.kv_indices.tolist() == ([] if alone else expected.kv_indices.tolist())
+        assert lists.kv_slots.tolist() == expected.kv_slots.tolist()
+        for row in range(len(expected.slots)):
+            first = max((int(expected.positions[expected.qo_indptr[row]]) - window + 1) // PAGE, 0)
+            assert lists.first_pages[row] == first
+            all_pages = expected.kv_indices[expected.kv_indptr[row] : expected.kv_indptr[row + 1]]
+            own = lists.kv_indices[lists.kv_indptr[row] : lists.kv_indptr[row + 1]]
+            assert own.tolist() == all_pages[first:].tolist()
+        for array in (lists.kv_slots, lists.kv_indptr, lists.kv_indices, lists.first_pages):
+            assert array.dtype == np.int32
+            assert array.flags.c_contiguous
+
+
+def test_what_does_not_fit_the_window_is_refused() -> None:
+    tables = SlotTables(
+        max_slots=SLOTS, num_pages=0, page_size=PAGE, max_model_len=MAX_LEN, vocab_size=VOCAB, window=6, window_pages=9
+    )
+    row = make_admit(0, [1] * 20, [], start=12)
+    for pages, start, text in [
+        (i32(1), 12, "12 ids cached, 1 pages of them in a window of 6"),
+        (i32(1, 2, 3), 12, "12 ids cached, 3 pages"),
+        (i32(1, 2), 11, "11 ids cached, 2 pages"),
+        (i32(1, 9), 12, "page 9 is outside the pool 0..8"),
+    ]:
+        admit = msgspec.structs.replace(row, window_pages=pages, start=start)
+        with pytest.raises(PlanError, match=text):
+            tables.apply(make_plan(admits=(admit,)))
+    with pytest.raises(PlanError, match="pages of a cache group that this model does not have"):
+        tables.apply(make_plan(admits=(msgspec.structs.replace(row, pages=i32(1, 2, 3)),)))
+    tables.apply(make_plan(admits=(msgspec.structs.replace(row, window_pages=i32(1, 2)),)))
+    with pytest.raises(PlanError, match="cache group 0, which this model does not have"):
+        tables.apply(make_plan(step=2, append_slots=i32(0), append_pages=i32(3)))
+    with pytest.raises(PlanError, match="prefills slot 0 up to position 13; it has 3 pages"):
+        tables.apply(make_plan(step=2, chunks=i32(0, 1, 0)))
+
+
 def test_steady_decode_crosses_pages_without_a_new_row_order() -> None:
     """The same rows for 20 steps: the batch that is carried on equals one that is built anew."""
     carried, anew = make_tables(), make_tables()
@@ -259,7 +337,10 @@ READY = make_plan(admits=(make_admit(0, [1, 2], [3]), make_admit(1, [1] * 6, [4,
         (make_plan(step=2, append_slots=i32(2), append_pages=i32(6)), "appends a page to slot 2"),
         (make_plan(step=2, append_slots=i32(0), append_pages=i32(6, 7)), "appends 2 pages to 1 slots"),
         (make_plan(step=2, append_slots=i32(0), append_pages=i32(-2)), "page -2 is outside"),
-        (make_plan(step=2, append_slots=i32(0), append_pages=i32(6), append_groups=b"\1"), "cache group other than 0"),
+        (
+            make_plan(step=2, append_slots=i32(0), append_pages=i32(6), append_groups=b"\1"),
+            "cache group 1, which this model does not have",
+        ),
         (make_plan(step=2, append_slots=i32(*[0] * 12), append_pages=i32(*range(12))), "more than 11 pages to slot 0"),
         (make_plan(step=2, decode_slots=i32(1)), "decodes slot 1, which has ids left to prefill"),
         (make_plan(step=2, decode_slots=i32(5)), "decodes slot 5, which holds no request"),

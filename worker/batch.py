@@ -8,6 +8,16 @@ import numpy.typing as npt
 I32Array = npt.NDArray[np.int32]
 
 
+@dataclass(slots=True)  # not frozen: that would take longer to make than what is in it
+class PageLists:
+    """Where a step's K/V lie in the memory of one cache group. T tokens, R rows; host arrays, int32."""
+
+    kv_slots: I32Array  # [T] page × page_size + offset, where the token's K/V go
+    kv_indptr: I32Array  # [R+1] pages of row r are kv_indices[kv_indptr[r]:kv_indptr[r+1]]
+    kv_indices: I32Array  # [kv_indptr[R]] page ids
+    first_pages: I32Array  # [R] number of the row's first page: those before are behind its window
+
+
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """Ragged rows packed along tokens, with paged KV metadata in FlashInfer's terms. Host arrays, int32.
@@ -26,3 +36,12 @@ class StepBatch:
     slots: I32Array  # [R] the row's slot
     decode_rows: int  # the first rows are decode rows
     logit_tokens: I32Array  # [S] index along T whose logits are wanted, ascending
+    # Of layers with a window, where these have pages of their own (then kv_* are of the other layers, if there are
+    # any); None: all layers have the same.
+    windowed: PageLists | None = None
+
+    def pages_of(self, window: int) -> PageLists:
+        """Of a layer with this window; 0 = none."""
+        if window and self.windowed is not None:
+            return self.windowed
+        return PageLists(self.kv_slots, self.kv_indptr, self.kv_indices, np.zeros(len(self.slots), np.int32))

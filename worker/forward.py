@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 class Forward(Protocol):
     """Weights, KV memory and the forward pass. One instance a process."""
 
-    num_pages: int
+    num_pages: int  # of layers that attend to all positions; 0 = there are none
+    window: int  # of the other layers, the largest, if these have pages of their own
+    window_pages: int
     page_size: int
     max_model_len: int
     vocab_size: int

@@ -70,4 +70,6 @@ def facts_of(device: Device, options: WorkerOptions) -> WorkerFacts:
         device=device.device,
         dtype=device.dtype,
         kv_bytes_per_token=device.kv_bytes_per_token,
+        window=device.window,
+        window_pages=device.window_pages,
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from proto.cache import longest_sequence
 from proto.config import WorkerOptions
 from proto.messages import Desync, StepPlan, StepResult
 from worker.batch import StepBatch
@@ -29,9 +30,15 @@ class Runner:
     def __init__(self, forward: Forward, options: WorkerOptions, group: Group = ALONE) -> None:
         self.forward = forward
         self.num_pages = forward.num_pages
+        self.window = forward.window
+        self.window_pages = forward.window_pages
         self.page_size = forward.page_size
-        self.max_model_len = min(
-            forward.max_model_len, forward.num_pages * forward.page_size, options.max_model_len or forward.max_model_len
+        self.max_model_len = longest_sequence(
+            forward.num_pages,
+            forward.window,
+            forward.window_pages,
+            forward.page_size,
+            min(forward.max_model_len, options.max_model_len or forward.max_model_len),
         )
         self.vocab_size = forward.vocab_size
         self.kv_bytes_per_token = forward.kv_bytes_per_token
@@ -47,6 +54,8 @@ class Runner:
             page_size=self.page_size,
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
+            window=self.window,
+            window_pages=self.window_pages,
         )
         self._last_token = np.zeros(options.max_num_seqs, np.int32)
 

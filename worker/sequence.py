@@ -3,6 +3,10 @@
 from proto.messages import Desync, StepPlan
 
 
+class PlanError(RuntimeError):
+    """A plan that contradicts what came before it: a bug in the scheduler or here."""
+
+
 class PlanSequence:
     """The worker's place in the scheduler's numbering. After a break it refuses all plans until `reset`."""
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from proto.cache import CacheGroups, longest_sequence
 from proto.channel import encode
 from proto.config import WorkerOptions
 from proto.messages import I32, StepPlan, StepResult, TokenLogprobs
@@ -36,10 +37,12 @@ class SimulatedDevice:
         self._roofline = Roofline(model, gpu, ELEMENT_BYTES[self.dtype])
         self.kv_bytes_per_token = self._roofline.kv_bytes_per_token
         self.page_size = options.page_size
-        self.num_pages = self._pool_pages(options, gpu.memory)
         self.vocab_size = model.vocab_size
-        longest = min(model.max_position_embeddings, self.num_pages * self.page_size)
-        self.max_model_len = min(longest, options.max_model_len or longest)
+        wanted = min(model.max_position_embeddings, options.max_model_len or model.max_position_embeddings)
+        groups = CacheGroups.of(model, self.page_size, self.kv_bytes_per_token, wanted)
+        self.window = groups.window
+        self.num_pages, self.window_pages = self._pool_pages(options, gpu.memory, groups)
+        self.max_model_len = longest_sequence(self.num_pages, self.window, self.window_pages, self.page_size, wanted)
         self.clock = StepClock()
         self._clock_ns = clock_ns
         self._sequence = PlanSequence()
@@ -49,6 +52,8 @@ class SimulatedDevice:
             page_size=self.page_size,
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
+            window=self.window,
+            window_pages=self.window_pages,
             lists_pages=False,
         )
         eos_ids = [i for i in options.manifest.eos_ids if i < self.vocab_size]
@@ -56,14 +61,14 @@ class SimulatedDevice:
         self._eos_id = eos_ids[0] if eos_ids else None
         self._eos_below = np.uint64(int(gpu.eos * (2**32)))
 
-    def _pool_pages(self, options: WorkerOptions, memory: float) -> int:
+    def _pool_pages(self, options: WorkerOptions, memory: float, groups: CacheGroups) -> tuple[int, int]:
         if options.num_pages is not None:
-            return options.num_pages
+            return groups.beside(options.num_pages)
         room = options.kv_bytes
         if room is None:
             room = int(memory * options.gpu_memory_utilization) - self._roofline.weight_bytes
-        pages = room // (self.kv_bytes_per_token * self.page_size)
-        if pages < 1:
+        pages = groups.divide(max(room, 0))
+        if (groups.full_layers and not pages[0]) or (groups.window and not pages[1]):
             raise DeviceError(
                 f"--device {self.device}: {memory / 1e9:.1f} GB × {options.gpu_memory_utilization} leave no page of KV "
                 f"cache beside {self._roofline.weight_bytes / 1e9:.1f} GB of weights"

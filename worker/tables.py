@@ -7,21 +7,21 @@ Python only for what changed.
 import numpy as np
 import numpy.typing as npt
 
-from proto.messages import AdmitRow, StepPlan, column
-from worker.batch import I32Array, StepBatch
+from proto.messages import U8, AdmitRow, StepPlan, column
+from worker.batch import I32Array, PageLists, StepBatch
+from worker.page_table import PageTable, outside
 from worker.sampler import SAMPLING, SamplingRows
+from worker.sequence import PlanError
 
 _NOTHING = np.zeros(0, np.int32)
-
-
-class PlanError(RuntimeError):
-    """A plan that contradicts what came before it: a bug in the scheduler or here."""
+_NO_LISTS = PageLists(_NOTHING, np.zeros(1, np.int32), _NOTHING, _NOTHING)
 
 
 class SlotTables:
     """Page tables, lengths and sampling parameters by slot.
 
-    `max_slots` is the number of slots, `num_pages` that of the KV pool's pages, each of `page_size` tokens.
+    `max_slots` is the number of slots, `num_pages` that of the KV pool's pages, each of `page_size` tokens. With
+    `window_pages`, layers behind a `window` have pages of their own; `num_pages` 0: all layers are.
     `lists_pages`: whether batches list their rows' pages in `kv_indices`. A device that keeps page tables of its own
     makes that list itself, and gets an empty one.
     """
@@ -34,17 +34,28 @@ class SlotTables:
         page_size: int,
         max_model_len: int,
         vocab_size: int,
+        window: int = 0,
+        window_pages: int = 0,
         lists_pages: bool = True,
     ) -> None:
-        self.num_pages = num_pages
         self.page_size = page_size
         self.vocab_size = vocab_size
-        self._lists_pages = lists_pages
         # One page to spare: a row that has reached its end may hold the page of a token that never comes.
         width = -(-max_model_len // page_size) + 1
-        self._pages = np.zeros((max_slots, width), np.int32)  # page ids, from position 0 on
-        self._flat_pages = self._pages.reshape(-1)
-        self._page_counts = np.zeros(max_slots, np.int32)
+        # By cache group; None: no layer is of it.
+        self._groups = [
+            PageTable(
+                slots=max_slots,
+                width=width,
+                num_pages=pages,
+                page_size=page_size,
+                window=behind,
+                lists_pages=lists_pages,
+            )
+            if pages
+            else None
+            for pages, behind in ((num_pages, 0), (window_pages, window))
+        ]
         self._lengths = np.zeros(max_slots, np.int32)  # tokens whose K/V are written once the planned steps ran
         self._live = np.zeros(max_slots, np.bool_)
         self._decodable = np.zeros(max_slots, np.bool_)  # its last id was sampled here, nothing is left to prefill
@@ -53,7 +64,7 @@ class SlotTables:
         self._known_ids: dict[int, I32Array] = {}  # of slots with ids to prefill
         self._arange = np.arange(max_slots + 1, dtype=np.int32)
         self._forget_rows()
-        # Of the last plan's appended pages: the place of each in its slot's page table.
+        # Of the last plan's appended pages: the number of each in its slot.
         self.append_at = _NOTHING
 
     def reset(self) -> None:
@@ -68,6 +79,7 @@ class SlotTables:
         self._slots = _NOTHING  # that decode, in row order
         self._params = self._sampling[:0]  # theirs
         self._steady: StepBatch | None = None  # the last batch, if it had these rows and no others
+        self._lists: list[PageLists | None] = []  # of the last batch, by cache group
         self._sampled = self._slots, self._params  # of the last batch
 
     def running_through(self, plan: StepPlan) -> bool:
@@ -101,15 +113,10 @@ class SlotTables:
     # ------------------------------------------------------------------ the fields of a plan
 
     def _check_slots(self, slots: I32Array, doing: str) -> None:
-        if _outside(slots, len(self._live)) or np.count_nonzero(self._live.take(slots)) < len(slots):
+        if outside(slots, len(self._live)) or np.count_nonzero(self._live.take(slots)) < len(slots):
             inside = (slots >= 0) & (slots < len(self._live))
             bad = int(slots[~(inside & self._live[np.where(inside, slots, 0)])][0])
             raise PlanError(f"{doing} slot {bad}, which holds no request (slots are 0..{len(self._live) - 1})")
-
-    def _check_pages(self, pages: I32Array) -> None:
-        if _outside(pages, self.num_pages):
-            bad = int(pages[(pages < 0) | (pages >= self.num_pages)][0])
-            raise PlanError(f"page {bad} is outside the pool 0..{self.num_pages - 1}")
 
     def _release(self, slots: I32Array) -> None:
         if not len(slots):
@@ -129,29 +136,29 @@ class SlotTables:
             raise PlanError(f"admits to slot {slot}, which is in use")
         if not 0 <= row.start < len(ids):
             raise PlanError(f"admits slot {slot} with {row.start} of {len(ids)} ids cached: one must be computed")
-        if _outside(ids, self.vocab_size):
+        if outside(ids, self.vocab_size):
             raise PlanError(f"admits slot {slot} with a token id outside 0..{self.vocab_size - 1}")
-        if row.start > len(pages) * self.page_size:
-            raise PlanError(f"admits slot {slot} with {row.start} ids cached in {len(pages)} pages")
-        if len(pages) > self._pages.shape[1]:
-            raise PlanError(f"admits slot {slot} with {len(pages)} pages; {self._pages.shape[1]} is the most")
-        self._check_pages(pages)
+        full, windowed = self._groups
+        if (len(pages) and full is None) or (row.window_pages and windowed is None):
+            raise PlanError(f"admits slot {slot} with pages of a cache group that this model does not have")
+        if full is not None:
+            if row.start > len(pages) * self.page_size:
+                raise PlanError(f"admits slot {slot} with {row.start} ids cached in {len(pages)} pages")
+            full.admit(slot, 0, pages)
+        if windowed is not None:
+            windowed.admit_behind(slot, row.start, column(row.window_pages))
         self._live[slot] = True
-        self._pages[slot, : len(pages)] = pages
-        self._page_counts[slot] = len(pages)
         self._lengths[slot] = row.start
         self._known_ids[slot] = ids
         # An id that the model does not have cannot be sampled, so masking it means nothing.
         stop_ids = column(row.stop_ids)
-        if _outside(stop_ids, self.vocab_size):
+        if outside(stop_ids, self.vocab_size):
             stop_ids = stop_ids[(stop_ids >= 0) & (stop_ids < self.vocab_size)]
         self._stop_ids[slot] = stop_ids
         s = row.sampling
         self._sampling[slot] = (s.temperature, s.top_k, s.top_p, s.min_p, s.seed, s.logprobs, row.min_len)
 
     def _append(self, plan: StepPlan) -> None:
-        if any(plan.append_groups):
-            raise PlanError("appends a page to a cache group other than 0, the only one")
         slots, pages = column(plan.append_slots), column(plan.append_pages)
         if len(slots) != len(pages):
             raise PlanError(f"appends {len(pages)} pages to {len(slots)} slots")
@@ -159,15 +166,22 @@ class SlotTables:
         if not len(slots):
             return
         self._check_slots(slots, "appends a page to")
-        self._check_pages(pages)
-        order = _rank_among_equals(slots)
-        at = self._page_counts[slots] + order
-        if _outside(at, self._pages.shape[1]):
-            raise PlanError(f"appends more than {self._pages.shape[1]} pages to slot {int(slots[at.argmax()])}")
-        self._flat_pages[self._first_page(slots) + at] = pages
-        self.append_at = at
-        # Of equal slots the last one has the highest count, and numpy assigns in order.
-        self._page_counts[slots] = at + np.int32(1)
+        if not plan.append_groups:
+            self.append_at = self._group(0).append(slots, pages)
+            return
+        groups = column(plan.append_groups, U8)
+        if len(groups) != len(slots):
+            raise PlanError(f"appends {len(pages)} pages of {len(groups)} cache groups")
+        self.append_at = np.zeros(len(slots), np.int32)
+        for group in sorted(set(plan.append_groups)):
+            mine = groups == group
+            self.append_at[mine] = self._group(group).append(slots[mine], pages[mine])
+
+    def _group(self, group: int) -> PageTable:
+        table = self._groups[group] if group < len(self._groups) else None
+        if table is None:
+            raise PlanError(f"appends a page of cache group {group}, which this model does not have")
+        return table
 
     def _take_order(self, plan: StepPlan) -> None:
         """Which slots decode, in row order."""
@@ -200,47 +214,37 @@ class SlotTables:
         else:
             ones = self._arange[: len(slots) + 1]
             positions = self._lengths.take(slots)
-            self._check_room(slots, positions, positions // self.page_size)
+            self._check_decode(slots, positions)
             token_ids = np.zeros(len(slots), np.int32)
-            self._steady = batch = self._build(slots, token_ids, positions, self._first_page(slots), ones, ones[:-1])
+            self._steady = batch = self._build(slots, token_ids, positions, slots, ones, ones[:-1])
         self._lengths[slots] = batch.positions + np.int32(1)
         return batch
 
     def _next(self, before: StepBatch) -> StepBatch:
         """The same rows one token on. Only rows that enter a page are looked at one by one."""
+        slots = before.slots
         positions = before.positions + np.int32(1)
-        kv_slots = before.kv_slots + np.int32(1)
         last_page_len = before.last_page_len + np.int32(1)
-        kv_indptr, kv_indices = before.kv_indptr, before.kv_indices
         entering = (last_page_len > self.page_size).nonzero()[0]
-        if len(entering):
-            slots = before.slots.take(entering)
-            page_index = positions.take(entering) // self.page_size
-            self._check_room(slots, positions.take(entering), page_index)
-            kv_slots[entering] = self._flat_pages.take(self._first_page(slots) + page_index) * np.int32(self.page_size)
-            last_page_len[entering] = 1
-            entered = np.zeros(len(kv_indptr), np.int32)
-            entered[entering + 1] = 1
-            kv_indptr = kv_indptr + entered.cumsum(dtype=np.int32)
-            kv_indices = self._list_pages(before.slots, kv_indptr)
-        return StepBatch(
-            token_ids=np.zeros(before.decode_rows, np.int32),
-            positions=positions,
-            kv_slots=kv_slots,
-            qo_indptr=before.qo_indptr,
-            kv_indptr=kv_indptr,
-            kv_indices=kv_indices,
-            last_page_len=last_page_len,
-            slots=before.slots,
-            decode_rows=before.decode_rows,
-            logit_tokens=before.logit_tokens,
+        last_page_len[entering] = 1
+        self._lists = [
+            None if table is None or lists is None else table.advance(lists, slots, positions, entering)
+            for table, lists in zip(self._groups, self._lists, strict=True)
+        ]
+        return self._batch(
+            np.zeros(before.decode_rows, np.int32),
+            positions,
+            before.qo_indptr,
+            last_page_len,
+            slots,
+            before.logit_tokens,
         )
 
     def _mixed(self, chunks: npt.NDArray[np.int32]) -> StepBatch:
         """Decode rows and, behind them, chunks [n, 3] of slot, count and whether it samples."""
         decodes = len(self._slots)
         decoding = self._lengths.take(self._slots)
-        self._check_room(self._slots, decoding, decoding // self.page_size)
+        self._check_decode(self._slots, decoding)
         if len(set(chunks[:, 0].tolist())) < len(chunks):
             raise PlanError("prefills a slot twice")
         slots = np.concatenate([self._slots, chunks[:, 0]])
@@ -256,9 +260,8 @@ class SlotTables:
         self._sampled = slots.take(sampled), self._sampling.take(slots.take(sampled))
         self._lengths[slots] = starts + counts
         self._steady = None
-        first_page = self._first_page(slots).repeat(counts)
         return self._build(
-            slots, token_ids, positions, first_page, qo_indptr, qo_indptr.take(sampled + 1) - np.int32(1)
+            slots, token_ids, positions, slots.repeat(counts), qo_indptr, qo_indptr.take(sampled + 1) - np.int32(1)
         )
 
     def _build(
@@ -266,47 +269,52 @@ class SlotTables:
         slots: I32Array,
         token_ids: I32Array,
         positions: I32Array,
-        first_page: npt.NDArray[np.intp],
+        token_slots: I32Array,
         qo_indptr: I32Array,
         logit_tokens: I32Array,
     ) -> StepBatch:
-        """The metadata of rows whose tokens are given; `first_page` [T]: where the table of a token's slot begins."""
+        """The metadata of rows whose tokens are given."""
         page_index = positions // self.page_size
-        pages = self._flat_pages.take(first_page + page_index)
         last = qo_indptr[1:] - np.int32(1)
         last_position, used = positions.take(last), page_index.take(last) + np.int32(1)
-        kv_indptr = np.zeros(len(qo_indptr), np.int32)
-        used.cumsum(out=kv_indptr[1:])
+        starts = positions.take(qo_indptr[:-1])
+        self._lists = [
+            None if table is None else table.lists(slots, starts, used, token_slots, positions, page_index)
+            for table in self._groups
+        ]
+        last_page_len = last_position + np.int32(1) - (used - np.int32(1)) * np.int32(self.page_size)
+        return self._batch(token_ids, positions, qo_indptr, last_page_len, slots, logit_tokens)
+
+    def _batch(
+        self,
+        token_ids: I32Array,
+        positions: I32Array,
+        qo_indptr: I32Array,
+        last_page_len: I32Array,
+        slots: I32Array,
+        logit_tokens: I32Array,
+    ) -> StepBatch:
+        full, windowed = self._lists
+        full = full or _NO_LISTS
         return StepBatch(
             token_ids=token_ids,
             positions=positions,
-            # page × size + position % size, without the slow remainder
-            kv_slots=(pages - page_index) * np.int32(self.page_size) + positions,
+            kv_slots=full.kv_slots,
             qo_indptr=qo_indptr,
-            kv_indptr=kv_indptr,
-            kv_indices=self._list_pages(slots, kv_indptr),
-            last_page_len=last_position + np.int32(1) - (used - np.int32(1)) * np.int32(self.page_size),
+            kv_indptr=full.kv_indptr,
+            kv_indices=full.kv_indices,
+            last_page_len=last_page_len,
             slots=slots,
             decode_rows=len(self._slots),
             logit_tokens=logit_tokens,
+            windowed=windowed,
         )
 
-    def _first_page(self, slots: I32Array) -> npt.NDArray[np.intp]:
-        """Where the page tables of slots begin in `_flat_pages`."""
-        return slots.astype(np.intp) * self._pages.shape[1]
-
-    def _list_pages(self, slots: I32Array, kv_indptr: I32Array) -> I32Array:
-        """The pages of each slot, one slot after another, as many as `kv_indptr` has room for."""
-        if not self._lists_pages:
-            return np.zeros(0, np.int32)  # a new one: that it is the same says that the pages are (`GpuStep`)
-        first = (self._first_page(slots) - kv_indptr[:-1]).repeat(np.diff(kv_indptr))
-        return self._flat_pages.take(first + np.arange(kv_indptr[-1]))
-
-    def _check_room(self, slots: I32Array, positions: I32Array, page_index: I32Array) -> None:
-        lacking = page_index >= self._page_counts.take(slots)
-        if np.count_nonzero(lacking):
-            row = int(lacking.argmax())
-            raise PlanError(f"decodes slot {int(slots[row])} at position {int(positions[row])}, which has no page")
+    def _check_decode(self, slots: I32Array, positions: I32Array) -> None:
+        page_index = positions // self.page_size
+        for table in self._groups:
+            if table is not None:
+                table.check_decode(slots, positions, page_index)
 
     def _take_chunk(self, slot: int, count: int, sample: int) -> I32Array:
         """The next `count` ids of a slot."""
@@ -319,34 +327,10 @@ class SlotTables:
             raise PlanError(f"prefills {count} ids of slot {slot} from position {start}; it has {len(ids)} ids")
         if sample and end < len(ids):
             raise PlanError(f"samples slot {slot} at position {end} before the end of its {len(ids)} ids")
-        if end > int(self._page_counts[slot]) * self.page_size:
-            raise PlanError(f"prefills slot {slot} up to position {end}; it has {int(self._page_counts[slot])} pages")
+        for table in self._groups:
+            if table is not None:
+                table.check_prefill(slot, end)
         if end == len(ids):
             del self._known_ids[slot]
             self._decodable[slot] = bool(sample)
         return ids[start:end]
-
-
-def _outside(values: I32Array, limit: int) -> bool:
-    """Whether some value is not in 0..limit - 1. As an unsigned number a negative one is large: one look is enough."""
-    return len(values) > 0 and int(np.maximum.reduce(values.view(np.uint32))) >= limit
-
-
-def _rank_among_equals(slots: I32Array) -> I32Array:
-    """For each element, how many equal ones stand before it."""
-    listed = slots.tolist()
-    ranks = np.zeros(len(listed), np.int32)
-    if len(set(listed)) < len(listed):
-        seen: dict[int, int] = {}
-        for i, slot in enumerate(listed):
-            ranks[i] = seen.get(slot, 0)
-            seen[slot] = int(ranks[i]) + 1
-    return ranks
-
-
-def _extend(array: I32Array, more: list[int]) -> I32Array:
-    return np.concatenate([array, np.array(more, np.int32)])
-
-
-def _extend_indptr(indptr: I32Array, counts: list[int]) -> I32Array:
-    return np.concatenate([indptr, indptr[-1] + np.cumsum(np.array(counts, np.int32), dtype=np.int32)])

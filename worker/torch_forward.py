@@ -43,6 +43,8 @@ class TorchForward:
     ) -> None:
         config = options.manifest.config
         self.num_pages = pool.num_pages
+        self.window = pool.window
+        self.window_pages = pool.window_pages
         self.page_size = options.page_size
         self.max_model_len = pool.max_model_len
         self.vocab_size = config.vocab_size
@@ -79,6 +81,7 @@ class TorchForward:
             windows=config.windows,
             page_size=options.page_size,
             num_pages=pool.num_pages,
+            window_pages=pool.window_pages,
             dtype=dtype,
             scale=config.attention_scale or config.head_dim**-0.5,
             logits_soft_cap=config.attention_soft_cap,

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 
 from engine.models import ModelError, ProgressLines, read_config
+from proto.cache import CacheGroups
 from proto.model import ModelConfig
 
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -28,11 +29,13 @@ class Estimate:
     page_size: int  # tokens
     page_bytes: int
     sequence_length: int  # tokens, prompt and output
-    pages_per_sequence: int
+    pages_per_sequence: int  # of layers without a window; 0 = there are none
+    window_pages_per_sequence: int  # of layers with one, which keep pages of their window only; 0 = there are none
     sequence_bytes: int
     memory_bytes: int | None = None
     kv_pool_bytes: int | None = None
     pages: int | None = None
+    window_pages: int | None = None
     pool_tokens: int | None = None
     sequences: int | None = None  # of that length, at once, sharing nothing
 
@@ -63,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             kv_cache_dtype=args.kv_cache_dtype,
             page_size=args.page_size,
+            max_model_len=args.max_model_len,
             sequence_length=_length(config, args.max_model_len, args.sequence_length),
             memory=args.memory,
             utilization=args.gpu_memory_utilization,
@@ -80,6 +84,7 @@ def estimate(
     dtype: str = "auto",
     kv_cache_dtype: str = "auto",
     page_size: int = 16,
+    max_model_len: int | None = None,
     sequence_length: int,
     memory: int | None = None,
     utilization: Fraction = Fraction(9, 10),
@@ -92,7 +97,8 @@ def estimate(
     kv_dtype = weight_dtype if kv_cache_dtype == "auto" else kv_cache_dtype
     parameters = count_parameters(config)
     per_token = config.kv_bytes_per_token(_KV_BYTES[kv_dtype])
-    pages_per_sequence = -(-sequence_length // page_size)
+    groups = CacheGroups.of(config, page_size, per_token, max_model_len or config.max_position_embeddings)
+    pages, window_pages = groups.pages(sequence_length)
     sizes = Estimate(
         parameters=parameters,
         weight_bytes=parameters * _WEIGHT_BYTES[weight_dtype],
@@ -100,10 +106,11 @@ def estimate(
         page_size=page_size,
         page_bytes=per_token * page_size,
         sequence_length=sequence_length,
-        pages_per_sequence=pages_per_sequence,
-        sequence_bytes=pages_per_sequence * per_token * page_size,
+        pages_per_sequence=pages,
+        window_pages_per_sequence=window_pages,
+        sequence_bytes=groups.bytes(pages, window_pages),
     )
-    return sizes if memory is None else _fit(sizes, memory, utilization)
+    return sizes if memory is None else _fit(sizes, groups, memory, utilization)
 
 
 def count_parameters(config: ModelConfig) -> int:
@@ -130,7 +137,7 @@ def _mlp_parameters(config: ModelConfig) -> int:
     return len(config.dense_layers) * dense + (config.num_layers - len(config.dense_layers)) * mixture
 
 
-def _fit(sizes: Estimate, memory: int, utilization: Fraction) -> Estimate:
+def _fit(sizes: Estimate, groups: CacheGroups, memory: int, utilization: Fraction) -> Estimate:
     usable = int(memory * utilization)
     pool = usable - sizes.weight_bytes
     if pool < sizes.page_bytes:
@@ -138,15 +145,21 @@ def _fit(sizes: Estimate, memory: int, utilization: Fraction) -> Estimate:
             f"--memory: {_human(memory)} × {float(utilization):g} = {_human(usable)} hold no page of "
             f"{_human(sizes.page_bytes)} beside {_human(sizes.weight_bytes)} of weights"
         )
-    pages = pool // sizes.page_bytes
+    pages, window_pages = groups.divide(pool)
+    fitting = [
+        there // needed
+        for there, needed in ((pages, sizes.pages_per_sequence), (window_pages, sizes.window_pages_per_sequence))
+        if needed
+    ]
     return Estimate(
         **{
             **asdict(sizes),
             "memory_bytes": memory,
             "kv_pool_bytes": pool,
             "pages": pages,
-            "pool_tokens": pages * sizes.page_size,
-            "sequences": pages // sizes.pages_per_sequence,
+            "window_pages": window_pages,
+            "pool_tokens": (pages or window_pages) * sizes.page_size,
+            "sequences": min(fitting),
         }
     )
 
@@ -168,17 +181,23 @@ def _table(result: Estimate) -> str:
         (f"page of {result.page_size} tokens", _human(result.page_bytes)),
         (
             f"sequence of {result.sequence_length:,} tokens",
-            f"{_human(result.sequence_bytes)}, {result.pages_per_sequence:,} pages",
+            f"{_human(result.sequence_bytes)}, {_pages(result.pages_per_sequence, result.window_pages_per_sequence)}",
         ),
     ]
     if result.kv_pool_bytes is not None:
         rows += [
             ("left for the KV cache", _human(result.kv_pool_bytes)),
-            ("pages", f"{result.pages:,} ({result.pool_tokens:,} tokens)"),
+            ("room for", f"{_pages(result.pages or 0, result.window_pages or 0)} ({result.pool_tokens:,} tokens)"),
             ("sequences of that length", f"{result.sequences:,} at once, sharing no prefix"),
         ]
     width = max(len(name) for name, _ in rows)
     return "".join(f"{name:<{width}}  {value}\n" for name, value in rows)
+
+
+def _pages(pages: int, window_pages: int) -> str:
+    """Of layers without and with a window."""
+    behind = f"{window_pages:,} pages of layers behind a window"
+    return f"{pages:,} pages" + (f" and {behind}" if window_pages else "") if pages else behind
 
 
 def _human(size: int) -> str:

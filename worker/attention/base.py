@@ -30,6 +30,14 @@ class AttentionShape:
     logits_soft_cap: float = 0.0  # c > 0: scaled scores s become c·tanh(s/c) before the mask (Gemma 2); 0 = off
     alibi: bool = False  # slope(head) × (key position - query position) is added to scores (Press et al. 2022)
     heads: Share | None = None  # which of the model's heads these are; None = all
+    window_pages: int = 0  # of layers with a window, if these have pages of their own; 0 = all layers have `num_pages`
+
+    def window_of(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
+
+    def pages_of(self, layer: int) -> int:
+        """Pages of K and V in this layer."""
+        return self.window_pages if self.window_pages and self.window_of(layer) else self.num_pages
 
     def slopes(self) -> npt.NDArray[np.float32]:
         """ALiBi's, of these heads [num_heads]."""

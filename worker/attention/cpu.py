@@ -25,17 +25,20 @@ class CpuAttention:
             raise LoadError(f"head_dim {shape.head_dim} is not a multiple of 4, as device cpu needs it")
         self.shape = shape
         self.threads = threads
-        pages = (shape.num_layers, shape.num_pages, shape.num_kv_heads)
         tiles = -(-shape.page_size // kernels.LANES)
+        key_page = (shape.num_kv_heads, tiles, shape.head_dim, kernels.LANES)
+        value_page = (shape.num_kv_heads, shape.page_size, shape.head_dim)
+        pages = [shape.pages_of(layer) for layer in range(shape.num_layers)]
         # Not touched before use: the operating system gives the memory when pages are written.
-        self.keys = bits(torch.empty(*pages, tiles, shape.head_dim, kernels.LANES, dtype=shape.dtype))
-        self.values = bits(torch.empty(*pages, shape.page_size, shape.head_dim, dtype=shape.dtype))
+        self.keys = [bits(torch.empty(count, *key_page, dtype=shape.dtype)) for count in pages]
+        self.values = [bits(torch.empty(count, *value_page, dtype=shape.dtype)) for count in pages]
         self._scale = np.float32(shape.scale)
         self._soft_cap = np.float32(shape.logits_soft_cap)
         self._slopes = shape.slopes() if shape.alibi else np.empty(0, np.float32)
 
     def plan(self, batch: StepBatch) -> None:
         self._batch = batch
+        self._lists = {window: batch.pages_of(window) for window in dict.fromkeys((0, *self.shape.windows))}
         self._items = work_items(batch, self.shape.num_kv_heads, self.threads)
         blocks = self.shape.num_kv_heads * (int(batch.positions.sum()) // kernels.BLOCK + len(batch.positions))
         self._used_threads = self.threads if blocks >= PARALLEL_BLOCKS else 1
@@ -45,21 +48,23 @@ class CpuAttention:
     ) -> torch.Tensor:
         batch = self._batch
         keys, values = self.keys[layer], self.values[layer]
-        window = self.shape.windows[layer] if self.shape.windows else 0
+        window = self.shape.window_of(layer)
+        lists = self._lists[window]
         out = torch.zeros(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype)
         numba.set_num_threads(self._used_threads)
         if rotation is not None:
             rotate(q, rotation)
             rotate(k, rotation)
-        kernels.write_kv(bits(k), bits(v), batch.kv_slots, keys, values)
+        kernels.write_kv(bits(k), bits(v), lists.kv_slots, keys, values)
         kernels.attend(
             bits(q),
             keys,
             values,
             self._items,
             batch.positions,
-            batch.kv_indptr,
-            batch.kv_indices,
+            lists.kv_indptr,
+            lists.kv_indices,
+            lists.first_pages,
             window,
             self._scale,
             self._soft_cap,

@@ -38,17 +38,22 @@ def write_kv(k: Any, v: Any, kv_slots: Any, keys: Any, values: Any) -> None:
 
 
 @helper
-def _load_block(keys: Any, values: Any, pages: Any, head: Any, start: Any, end: Any, k: Any, v: Any) -> None:
-    """Widen positions start..end of one kv head into k [d, BLOCK] and v [BLOCK, d].
+def _load_block(
+    keys: Any, values: Any, pages: Any, head: Any, behind: Any, start: Any, end: Any, k: Any, v: Any
+) -> None:
+    """Widen positions start..end of one kv head into k [d, BLOCK] and v [BLOCK, d]. `pages` begin at position `behind`.
 
-    Beyond `end`, v is zero, so that weights of 0 add nothing; k holds finite or not what lay in the page's last tile,
-    or an earlier block.
+    Before `behind` and beyond `end`, v is zero, so that weights of 0 add nothing; k holds finite or not what lay in
+    the page's last tile, or an earlier block.
     """
     page_size = values.shape[2]
     count = end - start
-    at = 0
+    at = max(behind - start, 0)
+    for j in range(at):
+        for i in range(v.shape[1]):
+            v[j, i] = ZERO
     while at < count:
-        page = pages[(start + at) // page_size]
+        page = pages[(start + at - behind) // page_size]
         offset = (start + at) % page_size
         span = min(page_size - offset, count - at)
         for j in range(span):
@@ -139,6 +144,7 @@ def attend(
     positions: Any,
     indptr: Any,
     indices: Any,
+    first_pages: Any,
     window: Any,
     scale: Any,
     soft_cap: Any,
@@ -149,14 +155,16 @@ def attend(
 
     Scores are capped by `soft_cap` if not 0, and biased by distance if there are slopes [heads] (ALiBi).
 
-    items [i, 4] int32: row, first token, count of tokens, kv head. positions [T]; row r's pages are
-    indices[indptr[r] : indptr[r + 1]]. A token sees positions up to its own, the last `window` of them if not 0.
+    items [i, 4] int32: row, first token, count of tokens, kv head. positions [T]; row r's pages, from number
+    first_pages[r] on, are indices[indptr[r] : indptr[r + 1]]. A token sees positions up to its own, the last `window`
+    of them if not 0.
     """
     head_dim = q.shape[2]
     group = q.shape[1] // keys.shape[1]
     for item in prange(items.shape[0]):
         row, first, count, head = items[item, 0], items[item, 1], items[item, 2], items[item, 3]
         pages = indices[indptr[row] : indptr[row + 1]]
+        behind = first_pages[row] * values.shape[2]
         size = count * group
         query = np.empty((size, head_dim), np.float32)
         for n in range(size):
@@ -171,7 +179,7 @@ def attend(
         last = positions[first + count - 1]
         begin = max(positions[first] - window + 1, 0) if window > 0 else 0
         for start in range(begin // BLOCK * BLOCK, last + 1, BLOCK):
-            _load_block(keys, values, pages, head, start, min(start + BLOCK, last + 1), k, v)
+            _load_block(keys, values, pages, head, behind, start, min(start + BLOCK, last + 1), k, v)
             _scores(query, k, scores)
             for n in range(size):
                 position = positions[first + n // group]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import psutil
 
+from proto.cache import CacheGroups, longest_sequence
 from proto.config import WorkerOptions
 from worker.loader.errors import LoadError
 from worker.parallel import Group
@@ -14,42 +15,55 @@ DEFAULT_BYTES = 4 << 30  # on a CPU, whose memory others use too; --kv-bytes or 
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    num_pages: int
+    num_pages: int  # of layers that attend to all positions; 0 = there are none
     max_model_len: int  # what was wanted, or what the pages hold if that is less
+    window: int = 0  # of the other layers, the largest; 0 = all layers have `num_pages`
+    window_pages: int = 0
 
 
 def size_pool(options: WorkerOptions, bytes_per_token: int) -> PoolSize:
-    """Pages by `num_pages`, else by `kv_bytes`, else by memory.
+    """Pages by `num_pages`, else by `kv_bytes`, else by memory; divided between layers as `proto.cache` says.
 
     By memory: `gpu_memory_utilization` of what is available now, but no more than DEFAULT_BYTES (unless one
     sequence of max_model_len needs more) nor than max_num_seqs such sequences could fill. Ranks are on one machine
     and share its memory; `bytes_per_token` is what one rank holds. Raises LoadError when not even one page fits, or
     when more is asked for than there is.
     """
-    wanted_len = options.max_model_len or options.manifest.config.max_position_embeddings
-    pages_per_sequence = -(-wanted_len // options.page_size)
-    page_bytes = bytes_per_token * options.page_size
+    config = options.manifest.config
+    wanted_len = options.max_model_len or config.max_position_embeddings
+    groups = CacheGroups.of(config, options.page_size, bytes_per_token, wanted_len)
     memory = available_memory() // options.tensor_parallel_size
     if options.num_pages is not None:
-        pages, why = options.num_pages, f"num_pages = {options.num_pages}"
+        pages, why = groups.beside(options.num_pages), f"num_pages = {options.num_pages}"
     elif options.kv_bytes is not None:
-        pages, why = options.kv_bytes // page_bytes, f"kv_bytes = {options.kv_bytes}"
+        pages, why = groups.divide(options.kv_bytes), f"kv_bytes = {options.kv_bytes}"
     else:
         available = int(memory * options.gpu_memory_utilization)
-        cap = max(DEFAULT_BYTES // options.tensor_parallel_size, pages_per_sequence * page_bytes)
-        pages = min(min(available, cap) // page_bytes, options.max_num_seqs * pages_per_sequence)
+        sequence = groups.pages(wanted_len)
+        cap = max(DEFAULT_BYTES // options.tensor_parallel_size, groups.bytes(*groups.beside(max(sequence))))
+        pages = groups.divide(min(available, cap))
+        chunk = -(-options.max_num_batched_tokens // options.page_size) if groups.window else 0
+        pages = (
+            min(pages[0], options.max_num_seqs * sequence[0]),
+            min(pages[1], options.max_num_seqs * sequence[1] + chunk),
+        )
         why = f"gpu_memory_utilization {options.gpu_memory_utilization} of the memory available = {available}"
-    if pages < 1:
-        raise LoadError(f"no room for KV memory: {why} bytes, and one page needs {page_bytes}")
-    if pages * page_bytes > memory:
-        raise LoadError(f"no room for KV memory: {why} takes {pages * page_bytes} bytes, and {memory} are available")
-    return PoolSize(pages, min(wanted_len, pages * options.page_size))
+    one = groups.bytes(bool(groups.full_layers), bool(groups.window))
+    if groups.bytes(*pages) < one or (groups.full_layers and not pages[0]) or (groups.window and not pages[1]):
+        raise LoadError(f"no room for KV memory: {why} bytes, and one page needs {one}")
+    if groups.bytes(*pages) > memory:
+        raise LoadError(f"no room for KV memory: {why} takes {groups.bytes(*pages)} bytes, and {memory} are available")
+    return _pool(pages, groups.window, options.page_size, wanted_len)
 
 
 def agree_on_pool(pool: PoolSize, group: Group, page_size: int) -> PoolSize:
     """The pool that every rank can have: plans name pages, and all ranks run the same plans."""
-    pages = group.minimum(pool.num_pages)
-    return PoolSize(pages, min(pool.max_model_len, pages * page_size))
+    pages = group.minimum(pool.num_pages), group.minimum(pool.window_pages)
+    return _pool(pages, pool.window, page_size, pool.max_model_len)
+
+
+def _pool(pages: tuple[int, int], window: int, page_size: int, wanted: int) -> PoolSize:
+    return PoolSize(pages[0], longest_sequence(pages[0], window, pages[1], page_size, wanted), window, pages[1])
 
 
 def available_memory() -> int:

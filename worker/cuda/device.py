@@ -99,6 +99,7 @@ class CudaDevice:
         compute: torch.cuda.Stream,
     ) -> None:
         self.num_pages = sizes.num_pages
+        self.window = self.window_pages = 0
         self.page_size = sizes.page_size
         self.max_model_len = sizes.max_model_len
         self.vocab_size = sizes.vocab_size
