@@ -217,6 +217,7 @@ def simulate_gpu(seed: int = 0) -> Iterator[Gpu]:
             yield gpu
         finally:
             gpu.running = False
+            gpu.timeline.close()
 
 
 __all__ = ["CUDA", "Gpu", "simulate_gpu"]

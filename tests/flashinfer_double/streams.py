@@ -138,6 +138,14 @@ class Timeline:
         finally:
             self.strict = False
 
+    def close(self) -> None:
+        """Let go of all work. torch keeps some of the functions that lead here for good."""
+        self.account = Account()
+        for stream in self.streams:
+            stream.items.clear()
+            stream.graph = None
+        self.streams.clear()
+
     # ------------------------------------------------------------------ the device's side
 
     def advance(self, operations: int) -> None:
