@@ -65,7 +65,11 @@ def config(family: str, place: Place = DOUBLE, **changes: Any) -> ModelConfig:
         "max_position_embeddings": MAX_LENGTH,
         "rope": RopeConfig(theta=1000.0),
     }
-    return ModelConfig(**(values | _OF_FAMILY[family] | changes))
+    values |= _OF_FAMILY[family]
+    if "num_experts" in values and place.dtype != torch.float32:
+        # Of nearly equal experts 16 bits choose now this one, now that, and logits follow.
+        values["experts_per_token"] = values["num_experts"]
+    return ModelConfig(**(values | changes))
 
 
 _OF_FAMILY: dict[str, dict[str, Any]] = {
