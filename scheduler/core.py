@@ -42,8 +42,8 @@ from scheduler.queue import Queues
 from scheduler.registry import Registry
 from scheduler.request import Request
 from scheduler.results import InFlight, Results, WorkerError
-from scheduler.rows import RowView
 from scheduler.running import Running
+from scheduler.views import RowView
 
 
 class Scheduler:

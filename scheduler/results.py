@@ -12,8 +12,8 @@ from scheduler.emit import BareRow, End, Outbound, StepRows
 from scheduler.lifecycle import Lifecycle
 from scheduler.pages import I32Array
 from scheduler.request import Request
-from scheduler.rows import Mask, RowView
 from scheduler.running import Running
+from scheduler.views import Mask, RowView
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ class Results:
         rows = self._running.rows
         request = rows.requests[slot]
         assert request is not None
-        position = int(rows.known[slot]) - request.prompt_len
+        position = int(rows.outputs.known[slot]) - request.prompt_len
         self._lifecycle.counts.failed_rows += 1
         self._running.forget(request)
         message = f"the model's logits for output token {position} are not finite"
@@ -94,7 +94,7 @@ class Results:
     ) -> None:
         rows = self._running.rows
         rows.identify(view)
-        positions = rows.take_ids(view, ids)
+        positions = rows.outputs.take(view, ids)
         out = StepRows(flight.step, view, positions - view.prompt_lens, ids)
         for row, request in _kept(flight.firsts, keep):
             opening = self._lifecycle.open(request, now)
@@ -111,20 +111,20 @@ class Results:
         maybe = (full | self._lifecycle.stops.watched.take(ids)).nonzero()[0]
         if not maybe.size:
             return
-        requests, planned = self._running.rows.requests, self._running.rows.planned
+        rows, finished = self._running.rows, self._admission.lengths.finished
         done: list[Request] = []
         columns = (maybe, view.slots.take(maybe), ids.take(maybe), positions.take(maybe))
         for row, slot, token, position in zip(*[values.tolist() for values in columns], strict=True):
-            request = requests[slot]
+            request = rows.requests[slot]
             assert request is not None
             if token in request.stops.ids and position >= request.min_len:
                 out.ends.append(End(row, Finish.STOP, token, request.stops.ids[token]))
-                self._lifecycle.counts.wasted_rows += int(planned[slot]) - position
+                self._lifecycle.counts.wasted_rows += int(rows.planned[slot]) - position
             elif position + 1 >= request.max_len:
                 out.ends.append(End(row, Finish.LENGTH))
             else:
                 continue
-            self._admission.lengths.finished(request.work_class, position + 1 - request.prompt_len)
+            finished(request.work_class, position + 1 - request.prompt_len)
             done.append(request)
         if done:
             self._lifecycle.finish(done)

@@ -1,77 +1,20 @@
 """Columns over slots: all that a step changes of every row, and nothing that it does not."""
 
-import mmap
-
 import numpy as np
-import numpy.typing as npt
 
-from proto.messages import I32, U32, U64, column
+from proto.messages import I32, U32, U64
+from scheduler.outputs import Outputs
 from scheduler.pages import PAGE_ID_BYTES, I32Array
-from scheduler.request import ID_BYTES, Request
-
-Mask = npt.NDArray[np.bool_]
-Index = npt.NDArray[np.intp]  # numpy gathers several times faster with its own index type
-
-_KEPT_OUTPUT = 1 << 16  # bytes of a slot's ids that stay resident between its requests
-
-
-class RowView:
-    """Rows of a step, in plan order, and what tells later whether they still hold their slots.
-
-    What every result asks for is looked up once (`Rows.identify`) and kept: the view of a steady batch lives long.
-    """
-
-    __slots__ = (
-        "attempts",
-        "departures",
-        "detokenizers",
-        "generations",
-        "identified",
-        "index",
-        "max_lens",
-        "origins",
-        "prompt_lens",
-        "rids",
-        "slots",
-    )
-
-    rids: bytes  # as they travel
-    attempts: bytes
-    detokenizers: I32Array
-    prompt_lens: I32Array
-    max_lens: I32Array
-    origins: Index
-
-    def __init__(self, slots: I32Array, index: Index, generations: I32Array, departures: int) -> None:
-        self.slots = slots
-        self.index = index  # the slots
-        self.generations = generations
-        self.departures = departures  # `Rows.departures` then: unchanged means that all rows still stand
-        self.identified = False
-
-    def __len__(self) -> int:
-        return self.slots.size
-
-    def only(self, mask: Mask) -> "RowView":
-        part = RowView(self.slots[mask], self.index[mask], self.generations[mask], self.departures)
-        if self.identified:
-            part.identified = True
-            part.rids = column(self.rids, U64)[mask].tobytes()
-            part.attempts = column(self.attempts, U32)[mask].tobytes()
-            part.detokenizers = self.detokenizers[mask]
-            part.prompt_lens = self.prompt_lens[mask]
-            part.max_lens = self.max_lens[mask]
-            part.origins = self.origins[mask]
-        return part
+from scheduler.request import Request
+from scheduler.views import RowView
 
 
 class Rows:
     """State of every slot, and the ids that rows generated.
 
-    `known` counts ids that results have brought; `planned` counts ids whose K/V are in the cache once all
-    planned steps have run. A decode step feeds the id at position `planned` and samples the next one.
-    Ids that a row generated since it was placed stand in one array for all, with room for the longest; the system
-    gives it memory where it is written.
+    `planned` counts ids whose K/V are in the cache once all planned steps have run; `outputs.known` those that results
+    have brought. A decode step feeds the id at position `planned` and samples the next one.
+    What grows by one in each step is kept in the order of the rows as long as they stay the same.
     """
 
     def __init__(self, capacity: int, max_pages: int, page_size: int) -> None:
@@ -83,10 +26,9 @@ class Rows:
         self._detokenizer = np.zeros(capacity, I32)
         self._prompt_len = np.zeros(capacity, I32)
         self.max_len = np.zeros(capacity, I32)
-        self.known = np.zeros(capacity, np.int32)
-        self.planned = np.zeros(capacity, np.int32)
+        self._planned = np.zeros(capacity, np.int32)
         self.room = np.zeros(capacity, np.int32)  # tokens that the row's pages hold
-        self._origin = np.zeros(capacity, np.intp)  # where the output would begin, did it begin at position 0
+        self.outputs = Outputs(capacity, max_pages * page_size)
         self.pages = np.zeros((capacity, max_pages), I32)
         self._flat_pages = self.pages.reshape(-1)
         self._page_bytes = self.pages.data.cast("B")
@@ -100,36 +42,30 @@ class Rows:
                 self._detokenizer,
                 self._prompt_len,
                 self.max_len,
-                self.known,
-                self.planned,
+                self._planned,
                 self.room,
-                self._origin,
             )
         ]
         self._generation_cells = self.generation.data
-        self._known_cells = self.known.data
         self._room_cells = self.room.data
         self.requests: list[Request | None] = [None] * capacity
         self.departures = 0
-        self._output_bytes = -(-max_pages * page_size * ID_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE  # of a slot
-        self._outputs = mmap.mmap(-1, capacity * self._output_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._output_ids = np.frombuffer(self._outputs, np.int32)
         self.free = list(range(capacity - 1, -1, -1))  # slots, the next one last
+        self._view: RowView | None = None  # the rows that decode step by step
+        self._view_planned = self._planned[:0]  # theirs, in their order
 
     def enter(self, request: Request, pages: bytes) -> int:
         """Put a request into a slot with pages for all its known ids."""
         slot = self.free.pop()
-        tokens = request.tokens
-        rid, attempt, detokenizer, prompt_len, max_len, known, planned, room, origin = self._cells
+        rid, attempt, detokenizer, prompt_len, max_len, planned, room = self._cells
         rid[slot] = request.rid
         attempt[slot] = request.attempt
         detokenizer[slot] = request.detokenizer
         prompt_len[slot] = request.prompt_len
         max_len[slot] = request.max_len
-        known[slot] = tokens
         planned[slot] = request.done
         room[slot] = len(pages) // PAGE_ID_BYTES * self.page_size
-        origin[slot] = slot * self._output_bytes // ID_BYTES - tokens
+        self.outputs.enter(slot, request.tokens)
         at = slot * self._row_bytes
         self._page_bytes[at : at + len(pages)] = pages
         self.requests[slot] = request
@@ -138,6 +74,8 @@ class Rows:
 
     def leave(self, slots: list[int]) -> None:
         """Empty these slots. Results on their way no longer count."""
+        self._settle()
+        self.outputs.settle()
         self.departures += 1
         requests, generations = self.requests, self._generation_cells
         for slot in slots:
@@ -146,8 +84,7 @@ class Rows:
             request.slot = -1
             requests[slot] = None
             generations[slot] += 1
-            if (request.max_len - request.tokens) * ID_BYTES > _KEPT_OUTPUT:
-                self._outputs.madvise(mmap.MADV_DONTNEED, slot * self._output_bytes, self._output_bytes)
+            self.outputs.leave(slot, request.max_len - request.tokens)
         self.free += slots
 
     def table(self, slot: int) -> bytes:
@@ -160,14 +97,23 @@ class Rows:
 
         The newest id's K/V are not computed yet.
         """
-        size, columns = self.page_size, []
+        size, columns, known = self.page_size, [], self.outputs.known.data
         for slot in slots:
-            request, known = self.requests[slot], self._known_cells[slot]
+            request = self.requests[slot]
             assert request is not None
-            end = (known - 1) // size
+            end = (known[slot] - 1) // size
             ids = self.known_ids(slot) if end > request.tokens // size else request.ids
             columns.append((self.table(slot), ids, end))
         return columns
+
+    def lacking_page(self, view: RowView) -> I32Array:
+        """Slots of rows whose next id begins a page that they do not have yet."""
+        if view is not self._view:
+            self._settle()
+            self._view = view
+            self._view_planned = self._planned.take(view.index)
+        lacking: I32Array = view.slots.compress(self._view_planned == self.room.take(view.index))
+        return lacking
 
     def append(self, slots: I32Array, pages: I32Array) -> None:
         """One more page for each of these rows."""
@@ -175,6 +121,28 @@ class Rows:
         room = self.room.take(index)
         self._flat_pages[index * self.pages.shape[1] + room // self.page_size] = pages
         self.room[index] = room + self.page_size
+
+    def decoded(self, view: RowView) -> I32Array:
+        """One more id of each row is planned; returns how many are, in the order of the rows. Not to be written."""
+        if view is self._view:
+            self._view_planned += 1
+            return self._view_planned
+        self._settle()
+        planned: I32Array = self._planned.take(view.index) + np.int32(1)
+        self._planned[view.index] = planned
+        return planned
+
+    @property
+    def planned(self) -> I32Array:
+        """Planned ids of each slot. Written for single rows, of which none decodes."""
+        self._settle()
+        return self._planned
+
+    def _settle(self) -> None:
+        """Enter what is kept in the order of rows where it belongs."""
+        if self._view is not None:
+            self._planned[self._view.index] = self._view_planned
+            self._view = None
 
     def view(self, slots: I32Array) -> RowView:
         index = slots.astype(np.intp)
@@ -190,20 +158,10 @@ class Rows:
         view.detokenizers = self._detokenizer.take(index)
         view.prompt_lens = self._prompt_len.take(index)
         view.max_lens = self.max_len.take(index)
-        view.origins = self._origin.take(index)
         view.identified = True
-
-    def take_ids(self, view: RowView, ids: I32Array) -> I32Array:
-        """One new id for each row of an identified view; returns their positions."""
-        index = view.index
-        known: I32Array = self.known.take(index)
-        self._output_ids[view.origins + known] = ids
-        self.known[index] = known + 1
-        return known
 
     def known_ids(self, slot: int) -> bytes:
         """All ids of a row: what it was queued with, and what it generated since."""
         request = self.requests[slot]
         assert request is not None
-        start = slot * self._output_bytes
-        return request.ids + self._outputs[start : start + (self._known_cells[slot] - request.tokens) * ID_BYTES]
+        return request.ids + self.outputs.generated(slot)

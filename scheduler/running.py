@@ -14,7 +14,8 @@ from scheduler.pages import PAGE_ID_BYTES, I32Array, PagePool
 from scheduler.policy import cheapest_victim, expected_peak
 from scheduler.prefix import PrefixTree
 from scheduler.request import Request, State
-from scheduler.rows import Rows, RowView
+from scheduler.rows import Rows
+from scheduler.views import RowView
 from scheduler.window import Window
 
 # Whom a preemption hurts most: interactive work is given up last.
@@ -197,8 +198,7 @@ class Running:
 
     def lacking_page(self, view: RowView) -> I32Array:
         """Rows whose next id begins a page that they do not have yet; as slots. They let go of what they can first."""
-        index = view.index
-        lacking: I32Array = view.slots.compress(self.rows.planned.take(index) == self.rows.room.take(index))
+        lacking = self.rows.lacking_page(view)
         if self.window is not None and lacking.size:
             self.window.slide(lacking, self.rows)
         return lacking
@@ -219,8 +219,7 @@ class Running:
     def decoded(self, view: RowView) -> None:
         """One decode step of these rows is planned. Rows whose last id it samples leave the order."""
         rows, index = self.rows, view.index
-        planned = rows.planned.take(index) + 1
-        rows.planned[index] = planned
+        planned = rows.decoded(view)
         if self._steps_left > 1 and self._view is view:
             self._steps_left -= 1
             return
@@ -236,14 +235,14 @@ class Running:
 
     def preemptible(self) -> list[Request]:
         """Decode rows with at least one id since they were placed, so that a preemption never undoes everything."""
-        rows = self.rows
+        rows, known = self.rows, self.rows.outputs.known
         return [
             request
             for request in rows.requests
             if request is not None
             and request.state is State.DECODE
             and not request.prefill_only
-            and rows.known[request.slot] > request.tokens
+            and known[request.slot] > request.tokens
         ]
 
     def victim(self) -> Request | None:

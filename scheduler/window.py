@@ -151,7 +151,7 @@ class Window:
 
         A row of unknown ids in flight keeps what the last known one sees.
         """
-        next_ids = np.minimum(rows.planned[slots], rows.known[slots] - 1)
+        next_ids = np.minimum(rows.planned[slots], rows.outputs.known[slots] - 1)
         firsts = (next_ids - (self._window - 1)) // self.pool.page_size
         moved = np.flatnonzero(firsts > self.first[slots])
         if moved.size:

@@ -10,7 +10,8 @@ With --peer vllm, vLLM's V1 scheduler (see peer_vllm_scheduler.py) gets the same
 by turns. A step is for us `plan` + `on_message(result)` + `outgoing` at pipeline depth 2, for vLLM `schedule` +
 `update_from_output`. Accepting a request is in neither: it is reported apart, for us `on_message(Admit)`, for vLLM the
 making of its `Request`, which hashes the prompt, and `add_request`. Nor are messages made from or into bytes.
-Figures are medians over steps of at least 95 % of the rows; *CPU* is the thread's own time, which waits for no CPU.
+Figures are medians, and ours also means, over steps of at least 95 % of the rows; *CPU* is the thread's own time,
+which waits for no CPU.
 """
 
 import argparse
@@ -47,6 +48,7 @@ class Timing:
     """Medians of one configuration, µs."""
 
     step: float  # plan + result + outgoing
+    mean: float  # of the same, not their median: some work is done once in several steps
     least: float  # of the steps
     cpu: float
     plan: float
@@ -136,7 +138,7 @@ class Ours:
         columns = [[value * 1e6 for value in column] for column in zip(*samples, strict=True)]
         step, cpu, plan, result, outgoing, encode = (statistics.median(column) for column in columns)
         accept = statistics.median(self._accept_us)
-        return Timing(step, min(columns[0]), cpu, plan, result, outgoing, accept, encode)
+        return Timing(step, statistics.mean(columns[0]), min(columns[0]), cpu, plan, result, outgoing, accept, encode)
 
     def _run_step(self) -> tuple[tuple[float, ...], int, int]:
         """Plan what the pipeline takes and end one step: its times, sampled rows, and how many plans were made."""
@@ -217,7 +219,8 @@ def measure(rows: int, churn: bool, steps: int) -> None:
     ours.run(WARM_STEPS if churn else 1)
     timing = ours.run(steps)
     print(
-        f"{'churn' if churn else 'steady':7} {rows:5} rows  {timing.step:8.1f} µs a step, CPU {timing.cpu:.1f}  "
+        f"{'churn' if churn else 'steady':7} {rows:5} rows  {timing.step:8.1f} µs a step "
+        f"(mean {timing.mean:.1f}), CPU {timing.cpu:.1f}  "
         f"(plan {timing.plan:.1f}, result {timing.result:.1f}, outgoing {timing.outgoing:.1f}; apart: msgpack "
         f"{timing.encode:.1f}, accepting one request {timing.accept:.1f}; "
         f"{ours.scheduler.counters()['evictions']:.0f} evictions)",
@@ -236,8 +239,9 @@ def compare(rows: int, churn: bool, steps: int) -> None:
         mine.append(asdict(ours.run(max(steps // ROUNDS, MIN_STEPS))))
         theirs.append(peer.run(max(steps // ROUNDS // 4, MIN_STEPS // 2)))
     peer.close()
+    mean = statistics.median(one["mean"] for one in mine)
     print(
-        f"{'churn' if churn else 'steady':7} {rows:5} rows  wall {_ratio(mine, theirs, 'step')}, "
+        f"{'churn' if churn else 'steady':7} {rows:5} rows  wall {_ratio(mine, theirs, 'step')} (our mean {mean:.1f}), "
         f"CPU {_ratio(mine, theirs, 'cpu')}; accepting one request {_ratio(mine, theirs, 'accept')}"
     )
     for name, rounds in (("ours", mine), ("vLLM", theirs)):

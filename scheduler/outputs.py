@@ -1,0 +1,78 @@
+"""Ids that rows generated since they were placed, by slot, and how many ids of each row are known."""
+
+import mmap
+
+import numpy as np
+
+from scheduler.pages import I32Array
+from scheduler.request import ID_BYTES
+from scheduler.views import Index, RowView
+
+_KEPT = 1 << 16  # bytes of a slot that stay resident between its requests
+_COLLECTED = 16  # steps
+
+
+class Outputs:
+    """One array for all slots, each with room for the longest row; the system gives it memory where it is written.
+
+    Slots lie so far apart that writing one id to each of thousands costs as much as all else in a step. So ids of rows
+    that stay together are collected for some steps and then written at once, before anybody reads.
+    """
+
+    def __init__(self, capacity: int, longest: int) -> None:
+        self._slot_bytes = -(-longest * ID_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._memory = mmap.mmap(-1, capacity * self._slot_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._ids = np.frombuffer(self._memory, np.int32)
+        self._known = np.zeros(capacity, np.int32)
+        self._known_cells = self._known.data
+        self._origin = np.zeros(capacity, np.intp)  # where a row's ids would begin, did it generate its first
+        self._origin_cells = self._origin.data
+        self._view: RowView | None = None  # rows whose ids are collected
+        self._first = self._known[:0]  # known ids of these before them
+        self._collected: list[I32Array] = []
+
+    @property
+    def known(self) -> I32Array:
+        """Ids of each slot that results have brought, or that it was placed with. Not to be written."""
+        self.settle()
+        return self._known
+
+    def enter(self, slot: int, tokens: int) -> None:
+        self._known_cells[slot] = tokens
+        self._origin_cells[slot] = slot * self._slot_bytes // ID_BYTES - tokens
+
+    def leave(self, slot: int, longest: int) -> None:
+        """A row of at most so many generated ids goes, and nothing is collected of it any more."""
+        if longest * ID_BYTES > _KEPT:
+            self._memory.madvise(mmap.MADV_DONTNEED, slot * self._slot_bytes, self._slot_bytes)
+
+    def take(self, view: RowView, ids: I32Array) -> I32Array:
+        """One new id for each row; returns their positions."""
+        if view is not self._view or len(self._collected) == _COLLECTED:
+            self.settle()
+            self._view = view
+            self._first = self._known.take(view.index)
+        steps = len(self._collected)
+        self._collected.append(ids)
+        return self._first + np.int32(steps) if steps else self._first
+
+    def generated(self, slot: int) -> bytes:
+        """Ids of a row since it was placed."""
+        self.settle()
+        begin, end = slot * self._slot_bytes, (self._origin_cells[slot] + self._known_cells[slot]) * ID_BYTES
+        return self._memory[begin:end]
+
+    def settle(self) -> None:
+        """Write what is collected."""
+        view, steps = self._view, len(self._collected)
+        if view is None:
+            return
+        index = view.index
+        cells: Index = self._origin.take(index) + self._first
+        if steps == 1:
+            self._ids[cells] = self._collected[0]
+        else:
+            self._ids[cells[:, None] + np.arange(steps)] = np.array(self._collected).T
+        self._known[index] = self._first + np.int32(steps)
+        self._view = None
+        self._collected.clear()
