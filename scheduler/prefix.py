@@ -42,10 +42,11 @@ class Path:
     They may be evicted, and the tip may grow, as long as nobody holds the path: `match` puts that right.
     """
 
-    __slots__ = ("length", "salt", "severed", "tip")
+    __slots__ = ("first_key", "length", "salt", "severed", "tip")
 
     def __init__(self, salt: str) -> None:
         self.salt = salt.encode()
+        self.first_key = b""  # at the root; kept, and its hash with it
         self.tip: Node | None = None  # None: not looked up yet
         self.length = 0
         self.severed = False  # the row computes a page that the tree has from another: it adds no more
@@ -121,7 +122,7 @@ class PrefixTree:
             assert node.parent is not None
             node = node.parent
         if node.children and node.end < limit:
-            node = self._descend(node, path.salt, ids, limit)
+            node = self._descend(node, path, ids, limit)
         path.tip = node
         path.length = node.end
         path.severed = False
@@ -135,7 +136,7 @@ class PrefixTree:
         if path.length >= end or path.severed or not self._enabled:
             return
         tip = path.tip or self._root
-        if tip.children and self._key(tip, path.salt, ids) in tip.children:
+        if tip.children and self._key(tip, path, ids) in tip.children:
             path.severed = True
             return
         path.tip = self._add(tip, path, ids, table, end, 1)
@@ -144,7 +145,7 @@ class PrefixTree:
     def known_below(self, path: Path, ids: bytes, end: int) -> bytes:
         """The pages that continue a path by these ids, up to page number `end`, as far as the tree has them."""
         tip = path.tip or self._root
-        node, found = self._descend(tip, path.salt, ids, end), []
+        node, found = self._descend(tip, path, ids, end), []
         while node is not tip:
             found.append(node.pages)
             assert node.parent is not None
@@ -173,7 +174,7 @@ class PrefixTree:
         length = path.length
         if end > length and self._enabled:
             tip = path.tip or self._root
-            node = self._descend(tip, path.salt, ids, end) if tip.children else tip
+            node = self._descend(tip, path, ids, end) if tip.children else tip
             if node.end < end:
                 self._add(node, path, ids, table, end, 0)
             if node is not tip:
@@ -211,17 +212,21 @@ class PrefixTree:
 
     # ---------------------------------------------------------------- nodes
 
-    def _key(self, node: Node, salt: bytes, ids: bytes) -> bytes:
-        """Of the child of `node` that continues with these ids."""
+    def _key(self, node: Node, path: Path, ids: bytes) -> bytes:
+        """Of the child of `node` that continues with these ids, which have a whole page more."""
         at = node.end * self._page_bytes
-        page = ids[at : at + self._page_bytes]
-        return page if at else salt + page
+        if at:
+            return ids[at : at + self._page_bytes]
+        key = path.first_key
+        if not key:
+            key = path.first_key = path.salt + ids[: self._page_bytes]
+        return key
 
-    def _descend(self, node: Node, salt: bytes, ids: bytes, limit: int) -> Node:
+    def _descend(self, node: Node, path: Path, ids: bytes, limit: int) -> Node:
         """The node below this one that ends where the tree stops to agree with the ids, `limit` pages at most."""
         size = self._page_bytes
         while node.end < limit:
-            child = node.children.get(self._key(node, salt, ids))
+            child = node.children.get(self._key(node, path, ids))
             if child is None:
                 break
             end = min(child.end, limit)
@@ -245,7 +250,7 @@ class PrefixTree:
             node.pages += pages
             node.end = end
             return node
-        key = run[:size] if start else path.salt + run[:size]
+        key = self._key(node, path, ids)
         child = node.children[key] = Node(node, key, run, pages, start, end, users, self._clock)
         if not users:
             self.pool.idle += end - start
