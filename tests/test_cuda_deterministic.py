@@ -19,7 +19,7 @@ from tests.flashinfer_double import simulate
 from tests.flashinfer_double.library import BatchDecodeWithPagedKVCacheWrapper as Decode
 from tests.flashinfer_double.library import BatchPrefillWithPagedKVCacheWrapper as Prefill
 from tests.layer_cases import worker_options
-from tests.test_cuda_device import MODEL, ids_of, make_device, options_of, plans, play, silent
+from tests.test_cuda_device import MODEL, both_groups, ids_of, make_device, options_of, plans, play, silent
 from tests.test_cuda_families import SIZES, script
 from tests.test_worker_tables import i32, make_admit, make_plan
 from tests.tiny_models import make_tiny
@@ -55,8 +55,9 @@ def test_no_plan_splits_or_looks_at_neighbours(eager: bool, monkeypatch: pytest.
         monkeypatch.setattr(wrapper, "plan", plan)
     with simulate(1) as gpu:
         device = make_device(deterministic=True, enforce_eager=eager)
-        late = make_admit(5, list(range(1, 20)), [60, 61, 62, 63, 59, 58])
-        play(gpu, device, [*plans(3, 4), make_plan(step=5, admits=(late,), chunks=i32(5, 19, 1))])
+        late = make_admit(5, list(range(1, 20)), [26, 28, 30, 27, 29, 31])
+        chunk = both_groups(make_plan(step=5, admits=(late,), chunks=i32(5, 19, 1)))
+        play(gpu, device, [*plans(3, 4), chunk])
     assert len(asked) > 10
     assert all(options["disable_split_kv"] for options in asked)
     assert max(heights) == 16  # the lowest tile, whatever a step's mean
@@ -106,7 +107,7 @@ def test_cut_chunks_are_the_same_tokens_over_the_same_pages(data: st.DataObject)
     assert lengths.min() >= 1
     assert lengths.max() <= most
     assert lengths[:decodes].tolist() == [1] * decodes
-    assert len(cut.slots) <= most_rows(len(rows), len(batch.token_ids), most)
+    assert len(cut.slots) <= most_rows(len(rows), len(batch.token_ids), most, size)
     assert cut.qo_indptr[-1] == len(batch.token_ids)
     for row, (first, end) in enumerate(zip(cut.qo_indptr[:-1], cut.qo_indptr[1:], strict=True)):
         of = int(np.searchsorted(batch.qo_indptr, first, side="right")) - 1
@@ -134,11 +135,11 @@ def test_tokens_are_the_cpus(family: str, tmp_path: Path) -> None:
     options = worker_options(manifest, device="reference", deterministic=True, **SIZES)
     runner = Runner(TorchForward.load(options, silent), options)
     runner.reset(1)
-    expected = [runner.step(plan) for plan in script()]
+    expected = [runner.step(plan) for plan in script(manifest.config)]
     with simulate(1):
         device = start(worker_options(manifest, device="cuda", deterministic=True, **SIZES), silent)
         device.reset(1)
-        for deferred, wanted in zip([device.launch(plan) for plan in script()], expected, strict=True):
+        for deferred, wanted in zip([device.launch(plan) for plan in script(manifest.config)], expected, strict=True):
             assert isinstance(deferred, Deferred)
             assert isinstance(wanted, StepResult)
             assert ids_of(deferred.wait()) == ids_of(wanted)

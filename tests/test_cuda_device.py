@@ -24,7 +24,7 @@ from scripts.gpu.speed import LLAMA_8B, QWEN3_06B
 from tests.flashinfer_double import Gpu, SimulationError, simulate
 from tests.pair import GREEDY, Pair, Story
 from tests.test_worker_runner import make_options
-from tests.test_worker_tables import i32, make_admit, make_plan
+from tests.test_worker_tables import behind_window, i32, make_admit, make_plan
 from worker.cuda.device import CudaDevice
 from worker.cuda.frames import Frames
 from worker.cuda.graphs import bucket_sizes
@@ -194,13 +194,18 @@ def assert_close(ours: TokenLogprobs, wanted: TokenLogprobs) -> None:
 # --------------------------------------------------------------------------- a few plans
 
 
+def both_groups(plan: StepPlan) -> StepPlan:
+    """With pages of MODEL's windowed layer too."""
+    return behind_window(plan, MODEL.window, alone=False)
+
+
 def plans(rows: int, steps: int) -> list[StepPlan]:
     """So many requests in one prefill step, then decode steps of all."""
     admits = tuple(
-        make_admit(slot, [7 * slot + 1, slot + 2, 5], [8 * slot + i for i in range(8)]) for slot in range(rows)
+        make_admit(slot, [7 * slot + 1, slot + 2, 5], [5 * slot + i for i in range(5)]) for slot in range(rows)
     )
     chunks = i32(*(value for slot in range(rows) for value in (slot, 3, 1)))
-    first = make_plan(admits=admits, chunks=chunks)
+    first = both_groups(make_plan(admits=admits, chunks=chunks))
     second = make_plan(step=2, decode_slots=i32(*range(rows)))
     return [first, second, *(make_plan(step=step) for step in range(3, steps + 1))]
 
@@ -243,8 +248,9 @@ def test_a_row_that_enters_a_page_has_its_page_ids_built_anew(gpu: Gpu) -> None:
         assert isinstance(deferred, Deferred)
         deferred.wait()
         entered.append(any("searchsorted" in name for name in account.eager))
-    # Positions 3, 4, 5, … of pages of 4: the first decode of a new list of rows, then every fourth.
-    assert entered == [True, True] + [step % 4 == 3 for step in range(3, 13)]
+    # Positions 3, 4, 5, … of pages of 4: the first decode of a new list of rows, then every fourth; and at position 13
+    # the layer with a window of 10 lets go of its first page.
+    assert entered == [True, True] + [step % 4 == 3 or step == 12 for step in range(3, 13)]
 
 
 @pytest.mark.parametrize("rows", [3, 5])
@@ -253,20 +259,24 @@ def test_padding_rows_touch_no_live_page_and_rows_write_their_own_place_only(gpu
     step = device._step
     script = plans(rows, 7)
     play(gpu, device, script[:2])
-    attention = step.attention
+    groups = step.attention.groups
+    assert len(groups) == 2
     for plan in script[2:]:
-        before = [gpu.peek(pages).clone() for pages in (attention.keys, attention.values)]
+        before = {group: [gpu.peek(x).clone() for x in (pages.keys, pages.values)] for group, pages in groups.items()}
         play(gpu, device, [plan])
-        written = gpu.peek(attention.kv_slots)[:rows].long()
-        padding = gpu.peek(attention.kv_slots)[rows : device._graphs.bucket(rows)]  # type: ignore[union-attr]
-        assert len(padding) == 1
-        assert padding.tolist() == [attention.dummy_slot]
-        for old, pages in zip(before, (attention.keys, attention.values), strict=True):
-            new = gpu.peek(pages)
-            flat_old, flat_new = old.flatten(1, 2), new.flatten(1, 2)
-            changed = (flat_old != flat_new).any(-1).any(-1).any(0).nonzero().flatten().tolist()
-            assert set(changed) <= {*written.tolist(), attention.dummy_slot}
-            assert len(set(changed) - {attention.dummy_slot}) == rows
+        for group, pages in groups.items():
+            written = gpu.peek(pages.kv_slots)[:rows].long()
+            padding = gpu.peek(pages.kv_slots)[rows : device._graphs.bucket(rows)]  # type: ignore[union-attr]
+            assert padding.tolist() == [pages.dummy_slot]
+            for old, new in zip(before[group], (pages.keys, pages.values), strict=True):
+                changed = changed_slots(old, gpu.peek(new))
+                assert changed <= {*written.tolist(), pages.dummy_slot}
+                assert len(changed - {pages.dummy_slot}) == rows
+
+
+def changed_slots(old: torch.Tensor, new: torch.Tensor) -> set[int]:
+    """Of K or V of all layers of a group."""
+    return set((old != new).flatten(1, 2).any(-1).any(-1).any(0).nonzero().flatten().tolist())
 
 
 def test_what_lies_in_the_dummy_page_changes_no_bit_of_a_live_row() -> None:
@@ -274,10 +284,10 @@ def test_what_lies_in_the_dummy_page_changes_no_bit_of_a_live_row() -> None:
     for poison in (0.0, 1e4):
         with simulate(1) as gpu:
             device = make_device()
-            attention = device._step.attention
             play(gpu, device, plans(3, 3))
-            for pages in (attention.keys, attention.values):
-                pages[:, attention.dummy_page].fill_(poison)
+            for pages in device._step.attention.groups.values():
+                for kept in (pages.keys, pages.values):
+                    kept[:, pages.dummy_page].fill_(poison)
             torch.cuda.synchronize()
             play(gpu, device, [make_plan(step=4)])
             logits.append(gpu.peek(device._step.logits)[:3])
@@ -321,18 +331,21 @@ def test_no_bucket_is_missed_and_buffers_keep_their_addresses(gpu: Gpu) -> None:
     device = make_device()
     step, graphs = device._step, device._graphs
     assert graphs is not None
-    state, attention = step.state, step.attention
+    state = step.state
     read_by_forward = {
         "inputs": step.inputs,
         "logits": step.logits,
         "finite": step.finite,
-        "pages": state.pages,
         "tokens": state.last_tokens,
-        "keys": attention.keys,
-        "values": attention.values,
-        "slots": attention.kv_slots,
-        "indices": attention.kv_indices,
     }
+    for group, pages in step.attention.groups.items():
+        read_by_forward |= {
+            f"pages {group}": state.groups[group].pages,
+            f"keys {group}": pages.keys,
+            f"values {group}": pages.values,
+            f"slots {group}": pages.kv_slots,
+            f"indices {group}": pages.kv_indices,
+        }
     read_by_sampling = {
         "inputs": step.inputs,
         "logits": step.logits,
@@ -381,21 +394,21 @@ def test_capturing_shows_its_progress(gpu: Gpu) -> None:
 def test_a_step_with_chunks_runs_by_pieces_between_attentions(gpu: Gpu) -> None:
     """Padded tokens: 3 + 5 of 16; they write nothing, not even into the dummy page."""
     device = make_device()
-    attention, pieces = device._step.attention, device._pieces
+    groups, pieces = device._step.attention.groups, device._pieces
     assert pieces is not None
-    late = make_admit(5, [9, 8, 7, 6, 5], [60, 61])
+    late = make_admit(5, [9, 8, 7, 6, 5], [30, 31])
     play(gpu, device, plans(3, 3))
-    before = [gpu.peek(pages).clone() for pages in (attention.keys, attention.values)]
+    before = {group: [gpu.peek(x).clone() for x in (pages.keys, pages.values)] for group, pages in groups.items()}
     with gpu.timeline.launch_path() as account:
-        deferred = device.launch(make_plan(step=4, admits=(late,), chunks=i32(5, 5, 1)))
+        deferred = device.launch(both_groups(make_plan(step=4, admits=(late,), chunks=i32(5, 5, 1))))
     assert account.replays[:-1] == pieces._pieces[16].graphs
     assert len(pieces._pieces[16].graphs) == MODEL.num_layers + 1
     assert isinstance(deferred, Deferred)
     assert len(ids_of(deferred.wait())) == 4
-    written = set(gpu.peek(attention.kv_slots)[:8].tolist())
-    for old, pages in zip(before, (attention.keys, attention.values), strict=True):
-        changed = (old != gpu.peek(pages)).flatten(1, 2).any(-1).any(-1).any(0).nonzero().flatten().tolist()
-        assert set(changed) == written
+    for group, pages in groups.items():
+        written = set(gpu.peek(pages.kv_slots)[:8].tolist())
+        for old, new in zip(before[group], (pages.keys, pages.values), strict=True):
+            assert changed_slots(old, gpu.peek(new)) == written
 
 
 def test_what_one_piece_leaves_for_the_next_must_be_kept(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,7 +538,7 @@ def test_more_steps_in_flight_than_foreseen_are_right_too(gpu: Gpu) -> None:
 def test_steps_without_rows_or_samples_answer_in_their_turn(gpu: Gpu) -> None:
     device = make_device()
     script = [
-        make_plan(admits=(make_admit(0, [1, 2, 3], [0]),), chunks=i32(0, 2, 0)),
+        both_groups(make_plan(admits=(make_admit(0, [1, 2, 3], [0]),), chunks=i32(0, 2, 0))),
         make_plan(step=2, chunks=i32(0, 1, 1)),
         make_plan(step=3, released=i32(0), decode_slots=b""),
         make_plan(step=4),

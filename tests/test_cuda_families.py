@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from engine.models import prepare
+from proto.cache import CacheGroups
 from proto.messages import StepPlan, StepResult
+from proto.model import ModelConfig
 from tests.flashinfer_double import simulate
 from tests.layer_cases import worker_options
 from tests.test_cuda_device import ids_of, launch, silent
-from tests.test_worker_tables import i32, make_admit, make_plan
+from tests.test_worker_tables import behind_window, i32, make_admit, make_plan
 from tests.tiny_models import FAMILIES, NEWER_FAMILIES, make_tiny
 from worker.cuda.start import start
 from worker.device import Deferred
@@ -27,8 +29,13 @@ SIZES: dict[str, Any] = {
 }
 
 
-def script() -> list[StepPlan]:
+def script(config: ModelConfig) -> list[StepPlan]:
     """Two rows in a bucket of three, over the border of a page; a chunk beside decode rows."""
+    groups = CacheGroups.of(config, 16, config.kv_bytes_per_token(4), SIZES["max_model_len"])
+    return [behind_window(p, groups.window, not groups.full_layers) if groups.window else p for p in _script()]
+
+
+def _script() -> list[StepPlan]:
     first, second = list(range(1, 14)), list(range(2, 17))
     late = make_admit(2, list(range(40, 60)), [12, 13, 14])
     admits = (make_admit(0, first, [0, 1, 2]), make_admit(1, second, [4, 5, 6]))
@@ -49,11 +56,11 @@ def test_tokens_are_the_cpus(family: str, tmp_path: Path) -> None:
     options = worker_options(manifest, device="reference", **SIZES)
     runner = Runner(TorchForward.load(options, silent), options)
     runner.reset(1)
-    expected = [runner.step(plan) for plan in script()]
+    expected = [runner.step(plan) for plan in script(manifest.config)]
     with simulate(1) as gpu:
         device = start(worker_options(manifest, device="cuda", **SIZES), silent)
         device.reset(1)
-        flight = [launch(gpu, device, plan) for plan in script()]
+        flight = [launch(gpu, device, plan) for plan in script(manifest.config)]
         for deferred, wanted in zip(flight, expected, strict=True):
             assert isinstance(deferred, Deferred)
             assert isinstance(wanted, StepResult)

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.cli.estimate import estimate
 from engine.models import prepare
+from proto.cache import CacheGroups
 from proto.config import WorkerOptions
 from tests.flashinfer_double import simulate
 from tests.layer_cases import worker_options
@@ -32,7 +33,8 @@ def logits_of(kv_cache_dtype: str, eager: bool) -> list[torch.Tensor]:
             play(gpu, device, [plan])
             found.append(gpu.peek(device._step.logits)[:3])
         wanted = torch.float8_e4m3fn if kv_cache_dtype == "fp8_e4m3" else torch.float32
-        assert device._step.attention.keys.dtype is device._step.attention.values.dtype is wanted
+        for pages in device._step.attention.groups.values():
+            assert pages.keys.dtype is pages.values.dtype is wanted
     return found
 
 
@@ -63,10 +65,12 @@ def test_the_pool_holds_four_times_as_much_and_facts_and_estimate_agree() -> Non
                 MODEL, dtype="float32", kv_cache_dtype=named, page_size=options.page_size, sequence_length=64
             )
             assert facts.kv_bytes_per_token == sizes.kv_bytes_per_token
-            assert facts.num_pages == (1 << 16) // sizes.page_bytes
+            groups = CacheGroups.of(MODEL, options.page_size, sizes.kv_bytes_per_token, 64)
+            pages[kv_cache_dtype] = facts.num_pages, facts.window_pages
+            assert pages[kv_cache_dtype] == groups.divide(1 << 16)
             assert facts.dtype == "float32"
-            pages[kv_cache_dtype] = facts.num_pages
-    assert pages["fp8_e4m3"] == 4 * pages["auto"]
+    for wide, narrow in zip(pages["auto"], pages["fp8_e4m3"], strict=True):
+        assert 4 * wide <= narrow < 4 * (wide + 1)
 
 
 def with_scales(directory: Path, spelling: str, layers: int, value: float = 0.05) -> WorkerOptions:

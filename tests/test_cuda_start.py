@@ -11,6 +11,7 @@ import torch
 
 from engine.cli import doctor
 from engine.config import ServeConfig
+from proto.cache import CacheGroups
 from proto.messages import StepResult
 from tests.flashinfer_double import simulate
 from tests.test_cuda_device import MODEL, ids_of, launch, options_of, plans, silent
@@ -94,17 +95,29 @@ def test_dtypes() -> None:
 def test_the_pool_gets_what_the_rest_leaves() -> None:
     measured = Measured(total=1000, before=300, attention=50, peak=100, graphs=20)
     options = options_of("cuda", num_pages=None, gpu_memory_utilization=0.9)
+    one = groups_of(full=2, windowed=0, layer_page=5)
     # 900 - 300 - 50 - 100 - 20 = 430: 43 pages of 10, of which one is the dummy page.
-    assert pool_pages(options, measured, 10) == 42
-    assert pool_pages(options_of("cuda", num_pages=7), measured, 10) == 7
-    assert pool_pages(options_of("cuda", num_pages=None, kv_bytes=205), measured, 10) == 20
+    assert pool_pages(options, measured, one) == (42, 0)
+    assert pool_pages(options_of("cuda", num_pages=7), measured, one) == (7, 0)
+    assert pool_pages(options_of("cuda", num_pages=None, kv_bytes=205), measured, one) == (20, 0)
+    alone = groups_of(full=0, windowed=2, layer_page=5)
+    assert pool_pages(options, measured, alone) == (0, 42)
+    assert pool_pages(options_of("cuda", num_pages=7), measured, alone) == (0, 7)
+    # Sequences of four windows: 10 and 5 pages, 10 × 2 × 1 + 5 × 3 × 1 = 35 bytes. 430 less a dummy page of each: 425.
+    both = groups_of(full=2, windowed=3, layer_page=1)
+    assert pool_pages(options, measured, both) == (425 * 10 // 35, 425 * 5 // 35)
+    assert pool_pages(options_of("cuda", num_pages=20), measured, both) == (20, 10)
+
+
+def groups_of(full: int, windowed: int, layer_page: int) -> CacheGroups:
+    return CacheGroups(full, windowed, 10 if windowed else 0, page_size=4, layer_page=layer_page, max_len=64)
 
 
 def test_a_pool_without_room_says_what_fills_the_memory() -> None:
     measured = Measured(total=2 * 10**9, before=10**9, attention=2 * 10**8, peak=5 * 10**8, graphs=10**8)
     options = options_of("cuda", num_pages=None, gpu_memory_utilization=0.9)
     with pytest.raises(DeviceError) as failed:
-        pool_pages(options, measured, 10**7)
+        pool_pages(options, measured, groups_of(full=2, windowed=0, layer_page=10**7 // 2))
     for words in (
         "0.9 of 2.00 GB",
         "take 1.00 GB",

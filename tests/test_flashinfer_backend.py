@@ -25,7 +25,7 @@ from tests.flashinfer_cases import (
 from tests.flashinfer_double import simulate
 from worker.attention import flashinfer_api
 from worker.attention.base import Rotation
-from worker.attention.flashinfer import FlashInferAttention, KvFormat, Limits, pad_rows
+from worker.attention.flashinfer import FlashInferAttention, KvFormat, Limits, pad_indptr
 from worker.attention.flashinfer_api import FlashInferError
 from worker.attention.flashinfer_buffers import PinnedRing
 from worker.attention.reference import rotate
@@ -54,7 +54,7 @@ def test_fp8_cache_is_close(scales: tuple[tuple[float, float], ...]) -> None:
         gpu = GpuRunner(reference, KvFormat(torch.float8_e4m3fn, scales))
         worst = compare(reference, gpu, Traffic(np.random.default_rng(3)), 12, tolerance=3.0)
         assert worst > 0.01  # it is fp8 that is computed with
-        assert gpu.attention.keys.dtype == torch.float8_e4m3fn
+        assert gpu.attention.groups[0].keys.dtype == torch.float8_e4m3fn
 
 
 def test_fp8_error_is_that_of_rounding_the_cache() -> None:
@@ -96,7 +96,7 @@ def test_padding_touches_no_live_page() -> None:
     with simulate(seed=5) as gpu_device, torch.inference_mode():
         reference = ReferenceRunner(config("mistral"), DOUBLE.dtype)
         gpu = GpuRunner(reference)
-        attention = gpu.attention
+        attention = gpu.attention.groups[0]
         traffic = Traffic(np.random.default_rng(6))
         for _ in range(6):
             gpu.eager(traffic.step())
@@ -156,20 +156,12 @@ def test_a_ring_waits_only_when_it_is_depth_steps_behind() -> None:
         assert not gpu.timeline.current.items or ring._turns[ring.index].event.marker.done  # type: ignore[attr-defined]
 
 
-def test_pad_rows() -> None:
-    batch = Traffic(np.random.default_rng(0)).step()
-    batch = replace(
-        batch,
-        kv_indptr=np.array([0, 2, 5], np.int32),
-        last_page_len=np.array([16, 3], np.int32),
-        slots=np.arange(2, dtype=np.int32),
-    )
-    indptr, last = pad_rows(batch, 4)
-    assert indptr.tolist() == [0, 2, 5, 6, 7]
-    assert last.tolist() == [16, 3, 1, 1]
-    assert [a.tolist() for a in pad_rows(None, 2)] == [[0, 1, 2], [1, 1]]
-    assert [a.tolist() for a in pad_rows(batch, 2)] == [[0, 2, 5], [16, 3]]
-    assert indptr.dtype == last.dtype == np.int32
+def test_padding_rows_have_a_page_each() -> None:
+    batch = replace(Traffic(np.random.default_rng(0)).step(), kv_indptr=np.array([0, 2, 5], np.int32))
+    assert pad_indptr(batch, 4).tolist() == [0, 2, 5, 6, 7]
+    assert pad_indptr(batch, 2).tolist() == [0, 2, 5]
+    assert pad_indptr(None, 2).tolist() == [0, 1, 2]
+    assert pad_indptr(batch, 4).dtype == np.int32
 
 
 # --------------------------------------------------------------------------- refusals

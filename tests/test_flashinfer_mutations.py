@@ -123,7 +123,8 @@ def padding_reads_and_writes_a_live_page(patch: Patch) -> None:
 
     def edited(self: Any, shape: AttentionShape, *args: Any, **kwargs: Any) -> None:
         original(self, shape, *args, **kwargs)
-        self.dummy_page, self.dummy_slot = 5, 5 * shape.page_size
+        for pages in self.groups.values():
+            pages.dummy_page, pages.dummy_slot = 5, 5 * shape.page_size
 
     patch.setattr(FlashInferAttention, "__init__", edited)
 
@@ -199,7 +200,7 @@ def buffers_move_on_under_a_stale_plan(patch: Patch) -> None:
         if wrapper is wrappers.eager or id(wrapper) not in planned:
             original(self, wrappers, wrapper, indptr, last, indices)
         else:
-            self._kv_indptr[: len(indptr)].copy_(indptr, non_blocking=True)
+            self.groups[0].kv_indptr[: len(indptr)].copy_(indptr, non_blocking=True)
             self._last_page_len[: len(last)].copy_(last, non_blocking=True)
         planned.add(id(wrapper))
 
@@ -236,14 +237,13 @@ def indptr_is_64_bit(patch: Patch) -> None:
 
 @planted
 def indptr_decreases_at_padding(patch: Patch) -> None:
-    original = backend.pad_rows
+    original = backend.pad_indptr
 
-    def edited(batch: StepBatch | None, bucket: int) -> Any:
-        indptr, last = original(batch, bucket)
-        rows = 0 if batch is None else len(batch.slots)
-        return np.where(np.arange(bucket + 1) > rows, 0, indptr).astype(np.int32), last
+    def edited(lists: Any, bucket: int) -> Any:
+        rows = 0 if lists is None else len(lists.kv_indptr) - 1
+        return np.where(np.arange(bucket + 1) > rows, 0, original(lists, bucket)).astype(np.int32)
 
-    patch.setattr(backend, "pad_rows", edited)
+    patch.setattr(backend, "pad_indptr", edited)
 
 
 @planted
@@ -267,7 +267,7 @@ def chunks_begin_at_the_decode_rows_pages(patch: Patch) -> None:
     original = FlashInferAttention._plan_prefill
 
     def edited(self: Any, wrappers: Any, qo: Any, indptr: Any, last: Any, indices: torch.Tensor) -> None:
-        original(self, wrappers, qo, indptr, last, self.kv_indices[: len(indices)])
+        original(self, wrappers, qo, indptr, last, self.groups[0].kv_indices[: len(indices)])
 
     patch.setattr(FlashInferAttention, "_plan_prefill", edited)
 
@@ -282,11 +282,12 @@ def keys_are_written_after_attention(patch: Patch) -> None:
     original = FlashInferAttention.run
 
     def edited(self: Any, layer: int, *qkv: Any) -> torch.Tensor:
-        slots, parts = self.kv_slots, self._parts
+        pages, parts = self.groups[0], self._parts
+        slots = pages.kv_slots
         again: list[Any] = [x.clone() if isinstance(x, torch.Tensor) else x for x in qkv]
-        self.kv_slots = torch.full_like(slots, self.dummy_slot)
+        pages.kv_slots = torch.full_like(slots, pages.dummy_slot)
         out = original(self, layer, *qkv)
-        self.kv_slots, self._parts = slots, ()
+        pages.kv_slots, self._parts = slots, ()
         original(self, layer, *again)
         self._parts = parts
         return out

@@ -51,7 +51,7 @@ def options_of(directory: Path, **changes: Any) -> WorkerOptions:
 
 def play(ranks: Ranks, options: WorkerOptions, stray: bool = False) -> tuple[Played, Played]:
     options = msgspec.structs.replace(options, device="cuda")
-    first, second = ranks.run_same(parallel_gpus.play, options, script(), stray)
+    first, second = ranks.run_same(parallel_gpus.play, options, script(options.manifest.config), stray)
     return first, second
 
 
@@ -66,6 +66,7 @@ def play(ranks: Ranks, options: WorkerOptions, stray: bool = False) -> tuple[Pla
         ("qwen2", {}, {"enforce_eager": True}),
         ("qwen3_moe", {}, {}),
         ("gemma2", {}, {}),
+        ("mistral", {"window": 9}, {}),
     ],
     ids=str,
 )
@@ -74,7 +75,9 @@ def test_tokens_are_those_of_one_rank_and_exchanges_the_same_on_both(
     tmp_path: Path, ranks: Ranks, family: str, made: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     options = options_of(make_tiny(tmp_path, family, **made), **changes)
-    alone = parallel_ranks.play(ALONE, msgspec.structs.replace(options, device="reference"), script())
+    alone = parallel_ranks.play(
+        ALONE, msgspec.structs.replace(options, device="reference"), script(options.manifest.config)
+    )
     first, second = play(ranks, options)
     assert first.ids == alone
     assert second == first  # also each exchange, with its shape, in start, captures, launches and replays; and pages
@@ -85,8 +88,9 @@ def test_tokens_are_those_of_one_rank_and_exchanges_the_same_on_both(
 
 @with_processes
 def test_a_decode_step_exchanges_inside_its_two_graphs_only(tmp_path: Path, ranks: Ranks) -> None:
-    first, _ = play(ranks, options_of(make_tiny(tmp_path, "llama")))
-    decodes = [number for number, plan in enumerate(script()) if not plan.chunks]
+    options = options_of(make_tiny(tmp_path, "llama"))
+    first, _ = play(ranks, options)
+    decodes = [number for number, plan in enumerate(script(options.manifest.config)) if not plan.chunks]
     assert [first.replays[number] for number in decodes] == [2] * len(decodes)
     assert all(not first.asked[number] for number in decodes)
     step = ["add"] * (1 + 2 * LAYERS) + ["gather", "send from 0"]  # embedding, attention and MLP; logits; ids
@@ -108,7 +112,7 @@ def test_a_rank_that_would_draw_or_capture_otherwise_does_as_the_others(tmp_path
 def test_the_pool_is_that_of_the_rank_with_least_room(tmp_path: Path, ranks: Ranks) -> None:
     options = options_of(make_tiny(tmp_path, "llama"), device="cuda")
     fewer = msgspec.structs.replace(options, num_pages=17)
-    plans = script()[:3]
+    plans = script(options.manifest.config)[:3]
     results = ranks.run(parallel_gpus.play, [(options, plans), (fewer, plans)])
     assert [played.pages for played in results] == [17, 17]
     share = msgspec.structs.replace(options, num_pages=None, gpu_memory_utilization=0.2, enforce_eager=True)

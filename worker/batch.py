@@ -40,6 +40,10 @@ class StepBatch:
     # any); None: all layers have the same.
     windowed: PageLists | None = None
 
+    def of_group(self, group: int) -> "StepBatch | PageLists":
+        """What holds kv_slots, kv_indptr and kv_indices of a cache group."""
+        return self.windowed if group and self.windowed is not None else self
+
     def pages_of(self, window: int) -> PageLists:
         """Of a layer with this window; 0 = none."""
         if window and self.windowed is not None:

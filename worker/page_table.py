@@ -12,15 +12,26 @@ class PageTable:
     """Page ids by slot and page number.
 
     With a window, rows' lists begin at the first page that the row's first id of the step sees: pages before it may
-    belong to others by now, though the table still names them. `lists_pages`: see `SlotTables`.
+    belong to others by now, though the table still names them. With a `stride`, lists begin at the multiple of it
+    before; only for a device that makes the lists itself, and names none of those pages. `lists_pages`: see
+    `SlotTables`.
     """
 
     def __init__(
-        self, *, slots: int, width: int, num_pages: int, page_size: int, window: int = 0, lists_pages: bool = True
+        self,
+        *,
+        slots: int,
+        width: int,
+        num_pages: int,
+        page_size: int,
+        window: int = 0,
+        stride: int = 1,
+        lists_pages: bool = True,
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self.window = window
+        self._stride = stride
         self._lists_pages = lists_pages
         self._pages = np.zeros((slots, width), np.int32)
         self._flat_pages = self._pages.reshape(-1)
@@ -89,7 +100,7 @@ class PageTable:
         pages = self._flat_pages.take(self._begins(token_slots) + page_index)
         first = self._first_seen(starts)
         kv_indptr = np.zeros(len(slots) + 1, np.int32)
-        (used - first).cumsum(out=kv_indptr[1:])
+        (used - self._first_listed(first)).cumsum(out=kv_indptr[1:])
         return PageLists(
             # page × size + position % size, without the slow remainder
             kv_slots=(pages - page_index) * np.int32(self.page_size) + positions,
@@ -108,7 +119,7 @@ class PageTable:
             return PageLists(kv_slots, before.kv_indptr, before.kv_indices, before.first_pages)
         more = np.zeros(len(before.kv_indptr), np.int32)
         if self.window:
-            more[1:] = before.first_pages - first
+            more[1:] = self._first_listed(before.first_pages) - self._first_listed(first)
         if len(entering):
             more[entering + 1] += np.int32(1)
             entered, at = slots.take(entering), positions.take(entering)
@@ -124,6 +135,10 @@ class PageTable:
             return np.zeros(len(positions), np.int32)
         first: I32Array = np.maximum((positions - np.int32(self.window - 1)) // self.page_size, 0)
         return first
+
+    def _first_listed(self, first: I32Array) -> I32Array:
+        """Where lists begin whose rows see pages from number `first` on."""
+        return first if self._stride == 1 else first - first % np.int32(self._stride)
 
     def _begins(self, slots: I32Array) -> npt.NDArray[np.intp]:
         """Where the page tables of slots begin in `_flat_pages`."""

@@ -22,6 +22,7 @@ class SlotTables:
 
     `max_slots` is the number of slots, `num_pages` that of the KV pool's pages, each of `page_size` tokens. With
     `window_pages`, layers behind a `window` have pages of their own; `num_pages` 0: all layers are.
+    `stride`: see `PageTable`.
     `lists_pages`: whether batches list their rows' pages in `kv_indices`. A device that keeps page tables of its own
     makes that list itself, and gets an empty one.
     """
@@ -36,6 +37,7 @@ class SlotTables:
         vocab_size: int,
         window: int = 0,
         window_pages: int = 0,
+        stride: int = 1,
         lists_pages: bool = True,
     ) -> None:
         self.page_size = page_size
@@ -50,6 +52,7 @@ class SlotTables:
                 num_pages=pages,
                 page_size=page_size,
                 window=behind,
+                stride=stride,
                 lists_pages=lists_pages,
             )
             if pages

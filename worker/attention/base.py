@@ -35,9 +35,13 @@ class AttentionShape:
     def window_of(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
 
+    def group_of(self, window: int) -> int:
+        """The cache group of layers with this window (0 = none): see `proto.cache`."""
+        return 1 if self.window_pages and window else 0
+
     def pages_of(self, layer: int) -> int:
         """Pages of K and V in this layer."""
-        return self.window_pages if self.window_pages and self.window_of(layer) else self.num_pages
+        return self.window_pages if self.group_of(self.window_of(layer)) else self.num_pages
 
     def slopes(self) -> npt.NDArray[np.float32]:
         """ALiBi's, of these heads [num_heads]."""

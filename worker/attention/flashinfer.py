@@ -13,6 +13,9 @@ tensor cores for groups of 4 query heads or more, where they beat CUDA cores, an
 sizes, fp8 K/V). Prefill is "auto": FA3 on Hopper when some row has more than 64 tokens, FA2 below that, where FA3's
 tiles stay mostly empty; and FA2 for fp8 K/V and ALiBi, which FA3 lacks. `deterministic` takes FA2 on tensor
 cores throughout, without splitting K/V by what else is in the batch.
+
+Each cache group has pages and lists of its own (`GroupPages`). Where rows' lists begin behind position 0, kernels know
+nothing of it: windows and causal masks count from a row's end, and K is rotated before it is written.
 """
 
 from collections.abc import Sequence
@@ -25,7 +28,8 @@ import torch
 from worker.attention.base import AttentionShape, Rotation
 from worker.attention.flashinfer_api import check_wrapper, library
 from worker.attention.flashinfer_buffers import I32, PinnedRing, PinnedTurn
-from worker.batch import StepBatch
+from worker.attention.flashinfer_pages import GroupPages, groups_of
+from worker.batch import PageLists, StepBatch
 from worker.loader.errors import LoadError
 
 CUDA_CORE_GROUPS = frozenset({1, 2, 3, 4, 6, 8, 16})  # query heads for each KV head
@@ -85,9 +89,9 @@ class FlashInferAttention:
     """See `AttentionBackend`. Plan with `plan`, or, with page ids and slots already on the device, with
     `plan_eager` or `plan_graph`.
 
-    Behind a graph: fill `kv_slots` [bucket] and `kv_indices`, call `plan_graph` before the capture and before each
-    replay, on the stream of the replay. Padding rows then read and write page `dummy_page`, which belongs to nobody;
-    their output is finite and means nothing.
+    Behind a graph: fill each group's `kv_slots` [bucket] and `kv_indices`, call `plan_graph` before the capture and
+    before each replay, on the stream of the replay. Padding rows then read and write the group's `dummy_page`; their
+    output is finite and means nothing.
     """
 
     def __init__(
@@ -99,29 +103,39 @@ class FlashInferAttention:
         deterministic: bool = False,
         device: torch.device | str = "cuda",
     ) -> None:
-        """Allocate pages (one more than the shape says) and workspaces on `device`. Raises LoadError."""
+        """Allocate pages (one more than the shape says, in each group) and workspaces on `device`. Raises LoadError."""
         api = library()
         self.shape = shape
         self.limits = limits
         self.kv_format = kv_format or KvFormat(shape.dtype)
-        self.dummy_page = shape.num_pages
-        self.dummy_slot = shape.num_pages * shape.page_size
         _check(shape, api.head_dims, api.dtypes)
         self._kernels = api.kernels
         self._flashinfer = api.flashinfer
         self._deterministic = deterministic
         self._windows = tuple(dict.fromkeys(shape.windows)) or (0,)
-        pages = (shape.num_layers, shape.num_pages + 1, shape.page_size, shape.num_kv_heads, shape.head_dim)
-        # Zeros: kernels multiply what lies behind a row's end by 0, and 0 × NaN is NaN.
-        self.keys = torch.zeros(pages, dtype=self.kv_format.dtype, device=device)
-        self.values = torch.zeros(pages, dtype=self.kv_format.dtype, device=device)
         page_ids = limits.max_rows * limits.max_pages_per_row
-        self.kv_indices = torch.full((page_ids,), self.dummy_page, dtype=torch.int32, device=device)
-        self.kv_slots = torch.full((limits.max_tokens,), self.dummy_slot, dtype=torch.int32, device=device)
-        self._kv_indptr = torch.zeros(limits.max_rows + 1, dtype=torch.int32, device=device)
+        self.groups = {
+            group: GroupPages(
+                shape,
+                layers,
+                self.kv_format.dtype,
+                page_ids=page_ids,
+                max_tokens=limits.max_tokens,
+                max_rows=limits.max_rows,
+                device=device,
+            )
+            for group, layers in groups_of(shape).items()
+        }
+        # By layer
+        self._memory = {
+            layer: (pages, pages.keys[nth], pages.values[nth])
+            for pages in self.groups.values()
+            for nth, layer in enumerate(pages.layers)
+        }
         self._last_page_len = torch.ones(limits.max_rows, dtype=torch.int32, device=device)
         self._workspace = torch.zeros(limits.workspace_bytes, dtype=torch.uint8, device=device)
-        self._ring = PinnedRing(limits.depth, page_ids + limits.max_tokens + 5 * (limits.max_rows + 1))
+        each = page_ids + limits.max_tokens + 2 * (limits.max_rows + 1)
+        self._ring = PinnedRing(limits.depth, len(self.groups) * each + 3 * (limits.max_rows + 1))
         self._tensor_cores = self._wants_tensor_cores()
         self._decode = {w: self._make_wrappers(w, self._decode_wrapper()) for w in self._windows}
         self._prefill = {w: self._make_wrappers(w, self._prefill_wrapper()) for w in self._windows}
@@ -138,16 +152,16 @@ class FlashInferAttention:
         self._ring.end()
 
     def plan_eager(self, batch: StepBatch) -> None:
-        """As `plan`; `kv_indices` and `kv_slots` hold the batch's on the device when the current stream gets there."""
+        """As `plan`; groups' `kv_indices` and `kv_slots` hold the batch's when the current stream gets there."""
         self._plan_eager(self._ring.begin(), batch)
         self._ring.end()
 
     def plan_graph(self, batch: StepBatch | None, bucket: int, *, upload: bool = False) -> None:
         """Plan a step of decode rows, padded to `bucket`, for the graph of that bucket. None: padding only.
 
-        `kv_indices` must hold the batch's page ids and `dummy_page` for each padding row behind them, `kv_slots`
-        the batch's slots and `dummy_slot`; with `upload` they are copied from the batch. Raises ValueError for a batch
-        that the bucket cannot take.
+        Of each group, `kv_indices` must hold the batch's page ids and `dummy_page` for each padding row behind them,
+        `kv_slots` the batch's slots and `dummy_slot`; with `upload` they are copied from the batch. Raises ValueError
+        for a batch that the bucket cannot take.
         """
         rows = 0 if batch is None else len(batch.slots)
         if rows > bucket or bucket > self.limits.max_rows:
@@ -157,13 +171,16 @@ class FlashInferAttention:
         turn = self._ring.begin()
         if upload:
             self._upload(turn, batch, bucket)
-        indptr, last_page_len = pad_rows(batch, bucket)
-        host = turn.put(indptr), turn.put(last_page_len)
-        indices = self.kv_indices[: int(indptr[-1])]
-        for window, wrappers in self._decode.items():
-            if bucket not in wrappers.graphs:
-                wrappers.add_graph(bucket, self._decode_wrapper(bucket))
-            self._plan_decode(self._decode[window], wrappers.graphs[bucket], *host, indices)
+        last_page_len = NOTHING if batch is None else batch.last_page_len
+        last = turn.put(last_page_len, np.ones(bucket - rows, np.int32))
+        for group, pages in self.groups.items():
+            indptr = pad_indptr(None if batch is None else batch.of_group(group), bucket)
+            on_host, indices = turn.put(indptr), pages.kv_indices[: int(indptr[-1])]
+            for window in pages.windows:
+                wrappers = self._decode[window]
+                if bucket not in wrappers.graphs:
+                    wrappers.add_graph(bucket, self._decode_wrapper(pages, bucket))
+                self._plan_decode(wrappers, wrappers.graphs[bucket], on_host, last, indices)
         self._ring.end()
         self._parts = (_Part(0, bucket, {w: self._decode[w].graphs[bucket] for w in self._windows}),)
         self._tokens = bucket
@@ -172,11 +189,13 @@ class FlashInferAttention:
         """Copy page ids and slots from the host, those of padding rows behind them."""
         rows = 0 if batch is None else len(batch.slots)
         padding = max(bucket - rows, 0)
-        pages, slots = (NOTHING, NOTHING) if batch is None else (batch.kv_indices, batch.kv_slots)
-        indices = turn.put(pages, np.full(padding, self.dummy_page, np.int32))
-        self.kv_indices[: len(indices)].copy_(indices, non_blocking=True)
-        written = turn.put(slots, np.full(padding, self.dummy_slot, np.int32))
-        self.kv_slots[: len(written)].copy_(written, non_blocking=True)
+        for group, pages in self.groups.items():
+            lists = None if batch is None else batch.of_group(group)
+            listed, slots = (NOTHING, NOTHING) if lists is None else (lists.kv_indices, lists.kv_slots)
+            indices = turn.put(listed, np.full(padding, pages.dummy_page, np.int32))
+            pages.kv_indices[: len(indices)].copy_(indices, non_blocking=True)
+            written = turn.put(slots, np.full(padding, pages.dummy_slot, np.int32))
+            pages.kv_slots[: len(written)].copy_(written, non_blocking=True)
 
     def _plan_eager(self, turn: PinnedTurn, batch: StepBatch) -> None:
         limits = self.limits
@@ -186,19 +205,24 @@ class FlashInferAttention:
                 f"{limits.max_tokens} in {limits.max_rows} are the most"
             )
         decodes, parts = batch.decode_rows, []
-        pages = int(batch.kv_indptr[decodes])
         if decodes:
-            host = turn.put(batch.kv_indptr[: decodes + 1]), turn.put(batch.last_page_len[:decodes])
-            for wrappers in self._decode.values():
-                self._plan_decode(wrappers, wrappers.eager, *host, self.kv_indices[:pages])
+            last_page_len = turn.put(batch.last_page_len[:decodes])
+            for group, pages in self.groups.items():
+                indptr = batch.of_group(group).kv_indptr
+                kv_indptr, indices = turn.put(indptr[: decodes + 1]), pages.kv_indices[: int(indptr[decodes])]
+                for window in pages.windows:
+                    wrappers = self._decode[window]
+                    self._plan_decode(wrappers, wrappers.eager, kv_indptr, last_page_len, indices)
             parts.append(_Part(0, decodes, {w: self._decode[w].eager for w in self._windows}))
         if len(batch.slots) > decodes:
-            indices = self.kv_indices[pages : int(batch.kv_indptr[-1])]
             qo_indptr = turn.put(batch.qo_indptr[decodes:] - batch.qo_indptr[decodes])
-            kv_indptr = turn.put(batch.kv_indptr[decodes:] - batch.kv_indptr[decodes])
             last_page_len = turn.put(batch.last_page_len[decodes:])
-            for wrappers in self._prefill.values():
-                self._plan_prefill(wrappers, qo_indptr, kv_indptr, last_page_len, indices)
+            for group, pages in self.groups.items():
+                indptr = batch.of_group(group).kv_indptr
+                indices = pages.kv_indices[int(indptr[decodes]) : int(indptr[-1])]
+                kv_indptr = turn.put(indptr[decodes:] - indptr[decodes])
+                for window in pages.windows:
+                    self._plan_prefill(self._prefill[window], qo_indptr, kv_indptr, last_page_len, indices)
             parts.append(_Part(decodes, len(batch.token_ids), {w: self._prefill[w].eager for w in self._windows}))
         self._parts = parts
         self._tokens = len(batch.token_ids)
@@ -250,14 +274,14 @@ class FlashInferAttention:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotation: Rotation | None = None
     ) -> torch.Tensor:
         tokens = self._tokens
-        keys, values = self.keys[layer], self.values[layer]
+        pages, keys, values = self._memory[layer]
         k_scale, v_scale = self.kv_format.scale(layer)
-        to = k[:tokens], v[:tokens], self.kv_slots[:tokens], keys, values, k_scale, v_scale
+        to = k[:tokens], v[:tokens], pages.kv_slots[:tokens], keys, values, k_scale, v_scale
         if rotation is None:
             self._kernels.write_kv(*to)
         else:
             self._kernels.rotate_and_write(q[:tokens], rotation.positions[:tokens], rotation.cos, rotation.sin, *to)
-        window = self.shape.windows[layer] if self.shape.windows else 0
+        window = self.shape.window_of(layer)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for part in self._parts:
             rows = slice(part.first, part.end)
@@ -280,16 +304,18 @@ class FlashInferAttention:
     def _make_wrappers(self, window: int, eager: Any) -> _Wrappers:
         return _Wrappers(window, eager, self.limits.depth)
 
-    def _decode_wrapper(self, bucket: int = 0) -> Any:
-        """A decode wrapper; of a graph of `bucket` rows if not 0."""
-        fixed = {
-            "use_cuda_graph": True,
-            "paged_kv_indptr_buffer": self._kv_indptr[: bucket + 1],
-            "paged_kv_indices_buffer": self.kv_indices,
-            "paged_kv_last_page_len_buffer": self._last_page_len[:bucket],
-        }
+    def _decode_wrapper(self, pages: GroupPages | None = None, bucket: int = 0) -> Any:
+        """A decode wrapper; with `pages`, of a graph of `bucket` rows in this group's."""
+        fixed = {}
+        if pages is not None:
+            fixed = {
+                "use_cuda_graph": True,
+                "paged_kv_indptr_buffer": pages.kv_indptr[: bucket + 1],
+                "paged_kv_indices_buffer": pages.kv_indices,
+                "paged_kv_last_page_len_buffer": self._last_page_len[:bucket],
+            }
         return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "NHD", use_tensor_cores=self._tensor_cores, backend="fa2", **(fixed if bucket else {})
+            self._workspace, "NHD", use_tensor_cores=self._tensor_cores, backend="fa2", **fixed
         )
 
     def _prefill_wrapper(self) -> Any:
@@ -299,17 +325,11 @@ class FlashInferAttention:
         )
 
 
-def pad_rows(batch: StepBatch | None, bucket: int) -> tuple[I32, I32]:
-    """kv_indptr [bucket + 1] and last_page_len [bucket] of decode rows and padding: one page, of which one token."""
-    indptr = NOTHING if batch is None else batch.kv_indptr[1:]
-    last_page_len = NOTHING if batch is None else batch.last_page_len
-    padding = bucket - len(last_page_len)
-    end = int(indptr[-1]) if len(indptr) else 0
-    more = np.arange(end + 1, end + padding + 1, dtype=np.int32)
-    return (
-        np.concatenate([np.zeros(1, np.int32), indptr, more]),
-        np.concatenate([last_page_len, np.ones(padding, np.int32)]),
-    )
+def pad_indptr(lists: StepBatch | PageLists | None, bucket: int) -> I32:
+    """kv_indptr [bucket + 1] of decode rows and, behind them, padding rows of one page each."""
+    indptr = np.zeros(1, np.int32) if lists is None else lists.kv_indptr
+    more = np.arange(1, bucket + 2 - len(indptr), dtype=np.int32) + indptr[-1]
+    return np.concatenate([indptr, more])
 
 
 def _check(shape: AttentionShape, head_dims: frozenset[int], dtypes: frozenset[torch.dtype]) -> None:

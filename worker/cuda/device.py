@@ -8,19 +8,21 @@ import torch
 
 from proto.channel import encode
 from proto.config import WorkerOptions
-from proto.messages import StepPlan, StepResult, TokenLogprobs, column
+from proto.messages import U8, StepPlan, StepResult, TokenLogprobs, column
+from worker.attention.flashinfer import pad_indptr
 from worker.batch import I32Array, StepBatch
 from worker.cuda.frames import Frame, Frames, Span
 from worker.cuda.graphs import DecodeGraphs
 from worker.cuda.piecewise import PiecewiseGraphs
 from worker.cuda.sampling import MOST_RANKED, Mode, SamplingTable, token_logprobs
 from worker.cuda.step import GpuStep, MixedInputs
-from worker.cuda.tiles import cut_chunks
+from worker.cuda.tiles import cut_chunks, list_stride
 from worker.device import Completion, Deferred, StepClock
 from worker.sampler import GREEDY_TEMPERATURE, SamplingRows
 from worker.sequence import PlanSequence
 from worker.tables import SlotTables
 
+_NOTHING = np.zeros(0, np.int32)
 MASKED_IDS_PER_ROW = 1280  # stop ids that rows may forbid on average: a caller's 1024 and the model's own
 
 
@@ -28,7 +30,9 @@ MASKED_IDS_PER_ROW = 1280  # stop ids that rows may forbid on average: a caller'
 class Sizes:
     """What a device was found to have room for."""
 
-    num_pages: int
+    num_pages: int  # of layers that attend to all positions; 0 = there are none
+    window: int  # of the other layers, the largest, if these have pages of their own
+    window_pages: int
     page_size: int
     max_model_len: int
     vocab_size: int
@@ -37,18 +41,28 @@ class Sizes:
     tile_tokens: int = 0  # of a chunk's row, at most; 0 = no bound (see `worker.cuda.tiles`)
 
     @property
+    def groups(self) -> dict[int, int]:
+        """Pages of each cache group that there is."""
+        return {group: pages for group, pages in enumerate((self.num_pages, self.window_pages)) if pages}
+
+    @property
+    def stride(self) -> int:
+        """Pages of which multiples begin the lists of rows behind a window."""
+        return list_stride(self.page_size) if self.tile_tokens else 1
+
+    @property
     def pages_per_slot(self) -> int:
         """One to spare: a row at its end may hold the page of a token that never comes."""
         return -(-self.max_model_len // self.page_size) + 1
 
 
-def words_of_a_step(options: WorkerOptions, pages_per_slot: int, max_rows: int) -> int:
+def words_of_a_step(options: WorkerOptions, sizes: Sizes, max_rows: int) -> int:
     """Words of metadata that the largest step may bring; `max_rows`: of a step whose chunks are cut."""
     rows, tokens = options.max_num_seqs, max(options.max_num_batched_tokens, options.max_num_seqs)
     return (
         2 * rows  # sampled rows
-        + 3 * tokens + 2 * max_rows + 1 + rows  # `MixedInputs`
-        + 2 * rows * pages_per_slot  # pages that a plan may place
+        + 3 * tokens + 2 * max_rows + rows  # `MixedInputs`, and of each group:
+        + len(sizes.groups) * (max_rows + 1 + 2 * rows * sizes.pages_per_slot)  # indptr, pages that a plan may place
         + (1 + SamplingTable.WORDS) * rows
         + 2 * rows * MASKED_IDS_PER_ROW
         + rows  # that want log-probabilities
@@ -62,9 +76,9 @@ class _Packed:
     words: int
     bucket: int  # of sampled rows; 0 = none
     mixed: MixedInputs | None
-    kv_indptr: Span | None  # of a graph whose page ids must be built anew
-    page_places: Span
-    page_ids: Span
+    # Of a graph, by cache groups whose page ids must be built anew: indptr, and how many ids
+    kv_indptr: dict[int, tuple[Span, int]]
+    placed: dict[int, tuple[Span, Span]]  # pages that the plan adds, by cache group: places and ids
     sampling_slots: Span
     sampling: Span
     masked_rows: Span
@@ -99,7 +113,8 @@ class CudaDevice:
         compute: torch.cuda.Stream,
     ) -> None:
         self.num_pages = sizes.num_pages
-        self.window = self.window_pages = 0
+        self.window = sizes.window
+        self.window_pages = sizes.window_pages
         self.page_size = sizes.page_size
         self.max_model_len = sizes.max_model_len
         self.vocab_size = sizes.vocab_size
@@ -119,10 +134,13 @@ class CudaDevice:
             page_size=sizes.page_size,
             max_model_len=sizes.max_model_len,
             vocab_size=sizes.vocab_size,
+            window=sizes.window,
+            window_pages=sizes.window_pages,
+            stride=sizes.stride,
             lists_pages=False,
         )
         self._tile_tokens = sizes.tile_tokens
-        self._pages_per_slot = step.state.pages.shape[1]
+        self._pages_per_slot = sizes.pages_per_slot
         # One more than steps in flight, since the output thread keeps the last one for the time of its end.
         self._frames = Frames(options.pipeline_depth + 1, step.inputs.numel(), options.max_num_seqs)
         self._last: Frame | None = None  # of the step before, with the output thread
@@ -142,7 +160,7 @@ class CudaDevice:
         batch = self._tables.apply(plan)
         rows = self._tables.sampling_rows(batch)
         if self._tile_tokens:
-            batch = cut_chunks(batch, self._tile_tokens, self.page_size)
+            batch = cut_chunks(batch, self._tile_tokens, self.page_size, self.window)
         frame = self._frames.take()
         packed = self._pack(frame, plan, batch, rows)
         with torch.inference_mode(), torch.cuda.stream(self._compute):
@@ -165,14 +183,15 @@ class CudaDevice:
         padding = self._step.state.padding_slot
         frame.put(rows.slots, size=bucket, fill=padding)
         frame.put(batch.positions[batch.logit_tokens], size=bucket)
-        mixed = kv_indptr = None
+        mixed, kv_indptr = None, {}
         if graphs is None or batch.decode_rows < len(batch.slots):
             mixed = self._pack_mixed(frame, batch) if len(batch.slots) else None
-        elif bucket and not self._step.holds_indices(batch, bucket):
-            end = batch.kv_indptr[-1]
-            more = np.arange(end + 1, end + 1 + bucket - sampled, dtype=np.int32)  # a page for each padding row
-            kv_indptr = frame.put(np.concatenate([batch.kv_indptr, more]))
-        places, pages = self._placed_pages(plan)
+        elif bucket:
+            for group in self._step.state.groups:
+                if not self._step.holds_indices(group, batch, bucket):
+                    padded = pad_indptr(batch.of_group(group), bucket)
+                    kv_indptr[group] = frame.put(padded), int(padded[-1])
+        placed = {group: self._placed_pages(plan, group) for group in self._step.state.groups}
         wanted = np.flatnonzero(rows.params["logprobs"] >= 0).astype(np.int32)
         masked_rows = np.repeat(
             np.array([row for row, _ in rows.masked], np.int32), [len(ids) for _, ids in rows.masked]
@@ -182,8 +201,7 @@ class CudaDevice:
             bucket=bucket,
             mixed=mixed,
             kv_indptr=kv_indptr,
-            page_places=frame.put(places),
-            page_ids=frame.put(pages),
+            placed={group: (frame.put(places), frame.put(pages)) for group, (places, pages) in placed.items()},
             sampling_slots=frame.put(np.array([row.slot for row in plan.admits], np.int32)),
             sampling=frame.put(_sampling_words(plan)),
             masked_rows=frame.put(masked_rows),
@@ -203,26 +221,36 @@ class CudaDevice:
             positions=frame.put(batch.positions, size=tokens),
             ids=frame.put(batch.token_ids, size=tokens),
             row_slots=frame.put(batch.slots),
-            kv_indptr=frame.put(batch.kv_indptr),
+            row_starts=frame.put(batch.positions[batch.qo_indptr[:-1]] if self.window else _NOTHING),
+            kv_indptr={g: frame.put(batch.of_group(g).kv_indptr) for g in self._step.state.groups},
             logit_tokens=frame.put(batch.logit_tokens),
         )
 
-    def _placed_pages(self, plan: StepPlan) -> tuple[I32Array, I32Array]:
-        """Pages that the plan adds to slots: their places in `SlotState.pages`, and their ids."""
+    def _placed_pages(self, plan: StepPlan, group: int) -> tuple[I32Array, I32Array]:
+        """Pages that the plan adds to slots in a cache group: their places in `SlotPages.pages`, and their ids."""
         width = self._pages_per_slot
-        places = [column(plan.append_slots) * np.int32(width) + self._tables.append_at]
-        pages = [column(plan.append_pages)]
+        places = column(plan.append_slots) * np.int32(width) + self._tables.append_at
+        pages = column(plan.append_pages)
+        if plan.append_groups:
+            mine = column(plan.append_groups, U8) == group
+            places, pages = places[mine], pages[mine]
+        elif group:
+            places, pages = places[:0], pages[:0]
+        all_places, all_pages = [places], [pages]
         for row in plan.admits:
-            ids = column(row.pages)
-            places.append(np.arange(row.slot * width, row.slot * width + len(ids), dtype=np.int32))
-            pages.append(ids)
-        return np.concatenate(places), np.concatenate(pages)
+            ids = column(row.window_pages if group else row.pages)
+            # In group 1 a row enters with the last pages before its start.
+            begin = row.slot * width + (row.start // self.page_size - len(ids) if group else 0)
+            all_places.append(np.arange(begin, begin + len(ids), dtype=np.int32))
+            all_pages.append(ids)
+        return np.concatenate(all_places), np.concatenate(all_pages)
 
     def _update(self, packed: _Packed) -> None:
         """Bring the slots on the device up to date."""
         step = self._step
-        if not _empty(packed.page_places):
-            step.state.place_pages(step.view(packed.page_places), step.view(packed.page_ids))
+        for group, (places, pages) in packed.placed.items():
+            if not _empty(places):
+                step.state.groups[group].place(step.view(places), step.view(pages))
         if not _empty(packed.sampling_slots):
             step.state.set_sampling(step.view(packed.sampling_slots), step.view(packed.sampling))
 
@@ -235,9 +263,9 @@ class CudaDevice:
                 pieces = None
             self._step.mixed(batch, packed.mixed, pieces)
         elif self._graphs is not None and packed.bucket:
-            if packed.kv_indptr is not None:
-                count = int(batch.kv_indptr[-1]) + packed.bucket - len(batch.slots)
-                self._step.place_indices(batch, packed.bucket, (0, packed.bucket), packed.kv_indptr, count)
+            slots, positions = (0, packed.bucket), (packed.bucket, 2 * packed.bucket)
+            for group, (indptr, count) in packed.kv_indptr.items():
+                self._step.place_indices(group, batch, packed.bucket, (slots, positions, indptr), count)
             self._step.attention.plan_graph(batch, packed.bucket)
             self._graphs.decode(packed.bucket)
 

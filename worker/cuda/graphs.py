@@ -79,4 +79,5 @@ class DecodeGraphs:
         with torch.cuda.stream(self._stream):
             self._step.inputs[:size].fill_(self._step.state.padding_slot)
             self._step.inputs[size : 2 * size].zero_()
-            self._step.attention.kv_indices[:size].fill_(self._step.attention.dummy_page)
+            for pages in self._step.attention.groups.values():
+                pages.kv_indices[:size].fill_(pages.dummy_page)

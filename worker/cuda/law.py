@@ -11,13 +11,16 @@ from worker.cuda.tiles import cut_chunks
 from worker.law import LENGTHS, LawError, step
 
 
-def check_law(gpu: GpuStep, stream: torch.cuda.Stream, most: int, max_tokens: int, max_len: int) -> None:
+def check_law(
+    gpu: GpuStep, stream: torch.cuda.Stream, most: int, max_tokens: int, max_len: int, window: int = 0
+) -> None:
     """Compare logits bitwise: prompts alone, all in one step, and their last ones as decode rows. Raises LawError.
 
-    `most`: as `cut_chunks` takes it. Writes into the first pages; to be called before anything is served.
+    `most` and `window`: as `cut_chunks` takes them. Writes into the first pages; to be called before anything is
+    served.
     """
-    size, vocabulary = gpu.state.page_size, gpu.logits.shape[1]
-    room = gpu.attention.shape.num_pages * size
+    size, vocabulary = gpu.attention.shape.page_size, gpu.logits.shape[1]
+    room = min(pages.dummy_page for pages in gpu.attention.groups.values()) * size
     generator = np.random.default_rng(0)
     prompts: list[I32Array] = []
     for length in LENGTHS:
@@ -28,7 +31,7 @@ def check_law(gpu: GpuStep, stream: torch.cuda.Stream, most: int, max_tokens: in
 
     def logits(batch: StepBatch) -> torch.Tensor:
         with torch.inference_mode(), torch.cuda.stream(stream):
-            gpu.attention.plan(cut_chunks(batch, most, size))
+            gpu.attention.plan(cut_chunks(batch, most, size, window))
             ids, positions = (torch.from_numpy(a).to("cuda") for a in (batch.token_ids, batch.positions))
             hidden = gpu.model.hidden(ids, positions, gpu.attention)
             rows = torch.from_numpy(batch.logit_tokens).to("cuda")

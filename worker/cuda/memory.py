@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from proto.cache import CacheGroups
 from proto.config import WorkerOptions
 from worker.device import DeviceError
 
@@ -19,27 +20,28 @@ class Measured:
     graphs: int  # that captured graphs keep
 
 
-def pool_pages(options: WorkerOptions, measured: Measured, page_bytes: int) -> int:
-    """KV pages, the dummy page not counted. Raises DeviceError, saying what fills the memory.
+def pool_pages(options: WorkerOptions, measured: Measured, groups: CacheGroups) -> tuple[int, int]:
+    """KV pages of both cache groups, dummy pages not counted. Raises DeviceError, saying what fills the memory.
 
     `--num-pages` and `--kv-cache-memory-bytes` are obeyed as they are.
     """
     if options.num_pages is not None:
-        return options.num_pages
+        return groups.beside(options.num_pages)
+    page_bytes = groups.bytes(bool(groups.full_layers), bool(groups.window))
     if options.kv_bytes is not None:
         room = options.kv_bytes
     else:
         share = int(measured.total * options.gpu_memory_utilization)
         room = share - measured.before - measured.attention - measured.peak - measured.graphs - page_bytes
-    pages = room // page_bytes
-    if pages < 1:
+    full, windowed = groups.divide(max(room, 0))
+    if full < bool(groups.full_layers) or windowed < bool(groups.window):
         m = measured
         raise DeviceError(
             f"no room for KV memory: --gpu-memory-utilization {options.gpu_memory_utilization} of {_gb(m.total)}, of "
             f"which weights and others take {_gb(m.before)}, buffers {_gb(m.attention)}, steps {_gb(m.peak)}, "
             f"graphs {_gb(m.graphs)}; one page needs {page_bytes} bytes"
         )
-    return pages
+    return full, windowed
 
 
 def used_memory() -> int:

@@ -6,6 +6,7 @@ import logging
 import numpy as np
 import torch
 
+from proto.cache import CacheGroups, longest_sequence
 from proto.config import WorkerOptions
 from worker.attention.base import AttentionShape
 from worker.attention.flashinfer import FlashInferAttention, KvFormat, Limits
@@ -17,7 +18,7 @@ from worker.cuda.load import load_model, require_cuda, resolve_dtype, resolve_kv
 from worker.cuda.memory import Measured, pool_pages, used_memory
 from worker.cuda.piecewise import PiecewiseGraphs, busy_tokens, token_sizes
 from worker.cuda.sampling import Mode
-from worker.cuda.state import SlotState
+from worker.cuda.state import SlotPages, SlotState
 from worker.cuda.step import GpuStep
 from worker.cuda.tiles import most_rows, tokens_of_a_tile
 from worker.device import DeviceError
@@ -56,8 +57,9 @@ class _Start:
         self._local = group.shape(config)
         self._dtype = resolve_dtype(options.dtype, config.dtype)
         self._kv_format = _kv_format(options, self._dtype)
-        self._page_bytes = self._local.kv_bytes_per_token(self._kv_format.dtype.itemsize) * options.page_size
         self._wanted_len = options.max_model_len or config.max_position_embeddings
+        token_bytes = self._local.kv_bytes_per_token(self._kv_format.dtype.itemsize)
+        self._cache = CacheGroups.of(self._local, options.page_size, token_bytes, self._wanted_len)
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         if group.size > 1:
             self._connect()
@@ -68,21 +70,26 @@ class _Start:
     def device(self) -> CudaDevice:
         options = self._options
         fixed = options.num_pages is not None or options.kv_bytes is not None
-        pages = self._group.minimum(pool_pages(options, _NOTHING if fixed else self._measure(), self._page_bytes))
-        sizes = self._sizes(pages, min(self._wanted_len, pages * options.page_size))
+        full, windowed = pool_pages(options, _NOTHING if fixed else self._measure(), self._cache)
+        pages = self._group.minimum(full), self._group.minimum(windowed)
+        window, size = self._cache.window, options.page_size
+        sizes = self._sizes(pages, longest_sequence(pages[0], window, pages[1], size, self._wanted_len))
         step = self._step(sizes)
         # What has been made so far was made on more than one stream; steps run on one of their own.
         torch.cuda.synchronize()
         if options.deterministic:
             self._progress("checking that outputs do not depend on the batch", 0, 0)
-            check_law(step, self._stream, sizes.tile_tokens, options.max_num_batched_tokens, sizes.max_model_len)
+            most = sizes.tile_tokens, options.max_num_batched_tokens, sizes.max_model_len
+            check_law(step, self._stream, *most, sizes.window)
         graphs = self._capture(step)
         return CudaDevice(options, sizes, step, graphs, self._stream)
 
-    def _sizes(self, pages: int, max_model_len: int) -> Sizes:
+    def _sizes(self, pages: tuple[int, int], max_model_len: int) -> Sizes:
         options, config = self._options, self._options.manifest.config
         return Sizes(
-            num_pages=pages,
+            num_pages=pages[0],
+            window=self._cache.window,
+            window_pages=pages[1],
             page_size=options.page_size,
             max_model_len=max_model_len,
             vocab_size=config.vocab_size,
@@ -101,6 +108,7 @@ class _Start:
             windows=config.windows,
             page_size=options.page_size,
             num_pages=sizes.num_pages,
+            window_pages=sizes.window_pages,
             dtype=self._dtype,
             scale=config.attention_scale or config.head_dim**-0.5,
             logits_soft_cap=config.attention_soft_cap,
@@ -108,7 +116,9 @@ class _Start:
         )
         rows = options.max_num_seqs
         tokens = max(options.max_num_batched_tokens, rows)
-        cut_rows = most_rows(rows, tokens, sizes.tile_tokens) if sizes.tile_tokens else rows
+        cut_rows = rows
+        if sizes.tile_tokens:
+            cut_rows = most_rows(rows, tokens, sizes.tile_tokens, options.page_size, sizes.window)
         limits = Limits(
             max_rows=cut_rows,
             max_tokens=tokens,
@@ -117,19 +127,32 @@ class _Start:
         )
         with torch.cuda.stream(self._stream):
             attention = FlashInferAttention(shape, limits, self._kv_format, deterministic=options.deterministic)
-            device = torch.device("cuda")
-            state = SlotState(
-                rows, sizes.pages_per_slot, options.page_size, attention.dummy_page, len(attention.kv_indices), device
-            )
             return GpuStep(
                 self._model,
                 attention,
-                state,
+                self._state(sizes, attention),
                 self._group,
                 max_rows=rows,
                 vocab_size=sizes.vocab_size,
-                words=words_of_a_step(options, sizes.pages_per_slot, cut_rows),
+                words=words_of_a_step(options, sizes, cut_rows),
             )
+
+    def _state(self, sizes: Sizes, attention: FlashInferAttention) -> SlotState:
+        device, slots = torch.device("cuda"), self._options.max_num_seqs
+        groups = {
+            group: SlotPages(
+                slots,
+                sizes.pages_per_slot,
+                sizes.page_size,
+                pages.dummy_page,
+                len(pages.kv_indices),
+                device,
+                window=sizes.window if group else 0,
+                stride=sizes.stride,
+            )
+            for group, pages in attention.groups.items()
+        }
+        return SlotState(slots, groups, device)
 
     def _connect(self) -> None:
         """Exchange a little and a lot. For each, ranks set up ways of their own, which takes memory and time, and which
@@ -161,11 +184,12 @@ class _Start:
         options = self._options
         self._progress("measuring device memory", 0, 0)
         lengths = self._prompts()
-        pages = sum(-(-length // options.page_size) for length in lengths)
+        each = sum(-(-length // options.page_size) for length in lengths)
+        pages = each * bool(self._cache.full_layers), each * bool(self._cache.window)
         torch.cuda.empty_cache()  # what loading has left behind
         before = used_memory()
         step = self._step(self._sizes(pages, self._wanted_len))
-        attention = used_memory() - before - (pages + 1) * self._page_bytes
+        attention = used_memory() - before - self._cache.bytes(*(count and count + 1 for count in pages))
         peak = self._peak(step, lengths)
         kept = self._graph_bytes(step)
         del step

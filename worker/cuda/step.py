@@ -32,7 +32,8 @@ class MixedInputs:
     positions: Span  # [N]
     ids: Span  # [N]; of decode rows unknown to the host
     row_slots: Span  # [R]
-    kv_indptr: Span  # [R + 1]
+    row_starts: Span  # [R] position of each row's first token; nothing where no group asks
+    kv_indptr: dict[int, Span]  # [R + 1], by cache group
     logit_tokens: Span  # [S] index along T
 
 
@@ -51,7 +52,7 @@ class GpuStep:
         words: int,
     ) -> None:
         """`words` of metadata at most come with a step."""
-        device = state.pages.device
+        device = state.last_tokens.device
         self.model = model
         self.attention = attention
         self.state = state
@@ -60,7 +61,8 @@ class GpuStep:
         self.logits = torch.zeros(max_rows, vocab_size, dtype=torch.float32, device=device)
         self.finite = torch.zeros(max_rows, dtype=torch.bool, device=device)  # by row of logits, before any mask
         self.drawn = torch.zeros(max_rows, 2, dtype=torch.int32, device=device)  # id and RowStatus
-        self._indices_for: tuple[object, int] = (None, 0)  # whose page ids `attention.kv_indices` holds
+        # By cache group: whose page ids attention's `kv_indices` holds.
+        self._indices_for: dict[int, tuple[object, int]] = dict.fromkeys(state.groups, (None, 0))
 
     def view(self, span: Span) -> torch.Tensor:
         """Words of this step's inputs, int32."""
@@ -68,20 +70,30 @@ class GpuStep:
 
     # ------------------------------------------------------------------ decode, in a graph or not
 
-    def holds_indices(self, batch: StepBatch, bucket: int) -> bool:
-        """Are the batch's page ids in place? Tables hand on the same array as long as no row enters a page."""
-        return self._indices_for[0] is batch.kv_indices and self._indices_for[1] == bucket
+    def holds_indices(self, group: int, batch: StepBatch, bucket: int) -> bool:
+        """Are the batch's page ids in place? Tables hand on the same array as long as no row's list changes."""
+        holder, size = self._indices_for[group]
+        return holder is batch.of_group(group).kv_indices and size == bucket
 
-    def place_indices(self, batch: StepBatch | None, bucket: int, slots: Span, indptr: Span, count: int) -> None:
-        """Build the page ids of a step, `count` in all; `batch`: for which `holds_indices` shall be true."""
-        ids = self.state.page_ids(self.view(slots), self.view(indptr), count)
-        self.attention.kv_indices[:count].copy_(ids)
-        self._indices_for = (None if batch is None else batch.kv_indices, bucket)
+    def place_indices(
+        self, group: int, batch: StepBatch | None, bucket: int, rows: tuple[Span, Span, Span], count: int
+    ) -> None:
+        """Build the page ids of a step, `count` in all, of rows given by slots, starts and indptr; `batch`: for which
+        `holds_indices` shall be true."""
+        slots, starts, indptr = map(self.view, rows)
+        ids = self.state.groups[group].page_ids(slots, starts, indptr, count)
+        self.attention.groups[group].kv_indices[:count].copy_(ids)
+        self._indices_for[group] = (None if batch is None else batch.of_group(group).kv_indices, bucket)
+
+    def _place_slots(self, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """Where each layer writes K and V of tokens at `positions` of `slots`."""
+        for group, pages in self.state.groups.items():
+            self.attention.groups[group].kv_slots[: len(slots)].copy_(pages.kv_slots(slots, positions))
 
     def decode(self, bucket: int) -> None:
         """Logits of `bucket` decode rows, after attention's `plan_graph`."""
         slots, positions = self.inputs[:bucket], self.inputs[bucket : 2 * bucket]
-        self.attention.kv_slots[:bucket].copy_(self.state.kv_slots(slots, positions))
+        self._place_slots(slots, positions)
         hidden = self.model.hidden(self.state.last_tokens[slots], positions, self.attention)
         self._take_logits(hidden)
 
@@ -92,8 +104,10 @@ class GpuStep:
         tokens, decodes = where.tokens, batch.decode_rows
         slots, positions, ids = self.view(where.slots), self.view(where.positions), self.view(where.ids)
         ids[:decodes].copy_(self.state.last_tokens[slots[:decodes]])
-        self.attention.kv_slots[:tokens].copy_(self.state.kv_slots(slots, positions))
-        self.place_indices(None, 0, where.row_slots, where.kv_indptr, int(batch.kv_indptr[-1]))
+        self._place_slots(slots, positions)
+        for group, indptr in where.kv_indptr.items():
+            rows = where.row_slots, where.row_starts, indptr
+            self.place_indices(group, None, 0, rows, int(batch.of_group(group).kv_indptr[-1]))
         self.attention.plan_eager(batch)
         if pieces is None:
             hidden = self.model.hidden(ids, positions, self.attention)
