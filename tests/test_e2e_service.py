@@ -153,7 +153,7 @@ def test_two_hundred_streams_a_third_cancelled(ring: Instance, client: Client) -
     client.flush_cache()
     idle = wait_idle(client)
     rng = random.Random(20)
-    jobs = [(f"Item {i}: {'word ' * rng.randrange(1, 60)}", rng.randrange(4, 24)) for i in range(200)]
+    jobs = [(f"Item {i}: {'word ' * rng.randrange(1, 30)}", rng.randrange(4, 24)) for i in range(200)]
     doomed = set(rng.sample(range(200), 66))
     killed = [
         subprocess.Popen(
@@ -201,7 +201,7 @@ def test_two_hundred_streams_a_third_cancelled(ring: Instance, client: Client) -
     while client.get_load().replicas[0].pages_free != idle.pages_total:
         assert time.monotonic() < end, replica
         time.sleep(0.2)
-    for i in rng.sample(sorted(results), 25):
+    for i in rng.sample(sorted(results), 15):
         prompt, count = jobs[i]
         alone = client.generate(prompt, max_new_tokens=count, temperature=0)
         assert results[i] == list(alone.outputs[0].token_ids), prompt
