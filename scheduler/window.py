@@ -65,11 +65,12 @@ class Window:
         self._new_pages: list[I32Array] = []
 
     def _full_pool(self, facts: WorkerFacts, capacity: int, max_pages: int) -> WindowedPool:
-        """Imaginary pages suffice for the longest rows that can hold all of group 1, and as much for what is cached."""
+        """Imaginary pages suffice for the longest rows that can hold all of group 1, and as much for what is cached, up
+        to what all slots can hold and two cached pages for each of group 1."""
         pages = facts.num_pages
         if self.imaginary:
             pages_each = -(-max_pages // (self.reach + 1))  # of group 0 for one of group 1
-            pages = min(2 * pages_each * facts.window_pages, capacity * max_pages + facts.window_pages * pages_each)
+            pages = min(2 * pages_each * facts.window_pages, capacity * max_pages + 2 * facts.window_pages)
             pages = max(pages, max_pages)
         pool = WindowedPool(pages, facts.page_size)
         pool.window = self

@@ -40,7 +40,8 @@ _MAX_CONNECTION_AGE_MS = 30 * 60 * 1000
 def run(stage: Stage) -> NoReturn:
     """Serve until told to stop, then leave the process."""
     try:
-        code = uvloop.run(serve(stage))
+        # Not `uvloop.run`, which cancels the handlers that are left: their callers would see CANCELLED.
+        code = uvloop.new_event_loop().run_until_complete(serve(stage))
     except Exception:
         log.critical("this stage dies of a bug", exc_info=True)
         code = 4
@@ -77,9 +78,21 @@ async def serve(stage: Stage) -> int:
     code = await edge.ended
     follower.cancel()
     edge.fail_all("the server stops")
-    await server.stop(_GOODBYE_SECONDS)
+    await _say_goodbye(server, edge)
     edge.detach()
     return code
+
+
+async def _say_goodbye(server: grpc.aio.Server, edge: Edge) -> None:
+    """Let the last answers out.
+
+    When the instance has failed, calls still come, each refused at once. grpc ends those that its stop overtakes with
+    CANCELLED; a connection that ends with the process is UNAVAILABLE to its callers, as it should be.
+    """
+    if edge.readiness.phase is not Phase.FAILED:
+        await server.stop(_GOODBYE_SECONDS)
+        return
+    await asyncio.sleep(_GOODBYE_SECONDS)
 
 
 def channel_arguments(options: ServerOptions) -> list[tuple[str, int]]:

@@ -3,6 +3,7 @@
 Details follow google.rpc.Status in `grpc-status-details-bin` (https://google.aip.dev/193).
 """
 
+import asyncio
 from typing import Any, ClassVar, NoReturn
 
 import grpc
@@ -138,5 +139,8 @@ async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: CallError)
     """End the call with this error; raises what grpc.aio raises to leave a handler."""
     status = status_of(error)
     trailing = (("grpc-status-details-bin", status.SerializeToString()),)
-    await context.abort(error.code, status.message, trailing)
+    try:
+        await context.abort(error.code, status.message, trailing)
+    except grpc.aio.InternalError as gone:
+        raise asyncio.CancelledError from gone  # so is the caller
     raise AssertionError("context.abort returned")

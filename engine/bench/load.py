@@ -40,6 +40,7 @@ class Load:
         """`timeout` is each call's deadline in seconds; without `stream` each answer comes whole."""
         self.calls: list[Call] = []
         self.tokens = 0  # received so far
+        self.messages: dict[str, str] = {}  # by code, the first error's
         self._client = client
         self._timeout = timeout
         self._run = self._streamed if stream else self._whole
@@ -75,6 +76,7 @@ class Load:
                 call.error = _SHORT
         except QuintetError as error:
             call.error = error.code.name
+            self.messages.setdefault(call.error, str(error))
         call.ended = time.monotonic()
         self.calls.append(call)
 

@@ -65,6 +65,7 @@ async def measure(address: str, plan: Plan) -> tuple[dict[str, Any], list[Call]]
         "result": total,
         "by_class": by_class(load.calls, watch.seconds, plan.slo),
         "warnings": warnings(total),
+        "first_errors": load.messages,
         "requests": records(load.calls, min((call.clock.started for call in load.calls), default=0.0)),
     }
     return result, load.calls
@@ -98,6 +99,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(f"[dim]{conditions.in_words(result['conditions'])}")
     for warning in result["warnings"]:
         console.print(f"[yellow]{warning}")
+    for code, message in result["first_errors"].items():
+        console.print(f"the first {code}: {message}", style="yellow", markup=False)
 
 
 def _latencies(summaries: dict[str, dict[str, Any]]) -> Table:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from engine.instance import InstanceError
 from quintet_client import QuintetError
 
 _WIDTH = 118
+_LEAST_SECONDS = 3.0
+_LONGEST_TIMEOUT = 1e6
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -37,7 +40,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     _add_work(online, "chat")
     online.add_argument("--slo-ttft-ms", type=_positive, metavar="MS", help="a good answer begins within MS")
     online.add_argument("--slo-itl-ms", type=_positive, metavar="MS", help="and has a mean inter-token latency of MS")
-    online.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG of the distributions")
+    online.add_argument("--plot", type=_picture, metavar="FILE", help="write a PNG of the distributions")
     add_target(online)
     offline = kinds.add_parser(
         "offline",
@@ -57,10 +60,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     host.add_argument("--device", default="sim:h200", help="as of `quintet serve` (default: %(default)s)")
     host.add_argument("--batch", type=_counts, default=[1, 32, 256], metavar="N,…", help="rows (default: 1,32,256)")
     host.add_argument("--depth", type=_counts, default=[1, 2, 3], metavar="N,…", help="pipeline depths (1,2,3)")
-    host.add_argument("--seconds", type=_positive, default=4.0, metavar="S", help="to measure each (%(default)g)")
+    host.add_argument(
+        "--seconds", type=_seconds, default=4.0, metavar="S", help="to measure each, at least 3 (%(default)g)"
+    )
     host.add_argument("--prompt-tokens", type=_count, default=512, metavar="N", help="of a request (%(default)s)")
     host.add_argument("--output-tokens", type=_count, default=256, metavar="N", help="of a request (%(default)s)")
-    host.add_argument("-o", dest="output", type=Path, metavar="FILE", help="write the result as JSON")
+    host.add_argument("-o", dest="output", type=_output, metavar="FILE", help="write the result as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", dest="output", type=Path, metavar="FILE", help="write result and conditions as JSON")
+    parser.add_argument("-o", dest="output", type=_output, metavar="FILE", help="write result and conditions as JSON")
     add_target_arguments(parser)
     parser.add_argument("--device", metavar="D", help="with --model: of that instance, as sim:h200")
 
@@ -92,8 +97,8 @@ def _add_work(parser: argparse.ArgumentParser, preset: str) -> None:
         help='lengths to draw from, a JSON object a line: {"prompt_tokens": 512, "output_tokens": 256}',
     )
     group.add_argument("--requests", type=_count, default=200, metavar="N", help="to send (default: %(default)s)")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="equal seeds send equal requests")
-    group.add_argument("--timeout", type=_positive, default=600.0, metavar="S", help="for each (default: %(default)g)")
+    group.add_argument("--seed", type=_seed, default=0, metavar="N", help="equal seeds send equal requests")
+    group.add_argument("--timeout", type=_timeout, default=600.0, metavar="S", help="for each (default: %(default)g)")
 
 
 def _in_words(name: str) -> str:
@@ -138,10 +143,10 @@ def _served(args: argparse.Namespace) -> int:
         complain(str(error))
         return 1
     show(result, _console())
+    _write(result, args.output)
     if picture is not None:
         server = result["conditions"]["server"]
         plot.plot(calls, slo, f"{plan.work.name} on {server['model']} ({server['device']})", picture)
-    _write(result, args.output)
     return 1 if result["result"]["errors"] else 0
 
 
@@ -186,6 +191,41 @@ def _positive(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} must be above 0")
     return value
+
+
+def _seconds(text: str) -> float:
+    value = _positive(text)
+    if value < _LEAST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text} s hold too few heartbeats: {_LEAST_SECONDS:g} is the least")
+    return value
+
+
+def _timeout(text: str) -> float:
+    value = _positive(text)
+    if value > _LONGEST_TIMEOUT:
+        raise argparse.ArgumentTypeError(f"{text} s is more than {_LONGEST_TIMEOUT:g}")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
+    return value
+
+
+def _output(text: str) -> Path:
+    """Refused before the measurement, not after it."""
+    path = Path(text)
+    if not os.access(path.parent, os.W_OK) or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} cannot be written")
+    return path
+
+
+def _picture(text: str) -> Path:
+    if not text.endswith(".png"):
+        raise argparse.ArgumentTypeError(f"{text} does not end in .png")
+    return _output(text)
 
 
 def _count(text: str) -> int:

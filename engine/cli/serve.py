@@ -26,6 +26,7 @@ _DTYPES = {
 }
 _DEVICES = "cpu, reference, cuda, sim:h200, sim:h100, sim:custom"
 _KV_DTYPES = {"auto": "auto", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"}
+_LEAST_BUFFER = 64 << 10
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _STAGES = "server, tokenizer, scheduler, worker, detokenizer"
 
@@ -199,7 +200,11 @@ def _add_limit_flags(group: argparse._ArgumentGroup) -> None:
         "--max-in-flight-bytes", type=_size, default=256 << 20, metavar="N[kmg]", help="of their prompts (256m)"
     )
     group.add_argument(
-        "--max-stream-buffer-bytes", type=_size, default=1 << 20, metavar="N[kmg]", help="unread by a client (1m)"
+        "--max-stream-buffer-bytes",
+        type=_buffer_size,
+        default=1 << 20,
+        metavar="N[kmg]",
+        help="unread by a client, at least 64k (1m)",
     )
 
 
@@ -257,6 +262,13 @@ def _size(text: str) -> int:
     if not match or int(match[1]) == 0:
         raise ArgumentTypeError(f"{text!r} is not a size such as 1048576, 512m or 2g")
     return int(match[1]) * _SIZES[match[2]]
+
+
+def _buffer_size(text: str) -> int:
+    size = _size(text)
+    if size < _LEAST_BUFFER:
+        raise ArgumentTypeError(f"{text} is less than 64k, which clients that do read may leave unread for a moment")
+    return size
 
 
 def _share(text: str) -> float:
