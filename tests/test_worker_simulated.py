@@ -14,6 +14,7 @@ from tests.test_worker_runner import MODEL, make_options
 from tests.test_worker_tables import i32, make_admit, make_plan
 from worker.batch import StepBatch
 from worker.device import Completion, DeviceError
+from worker.loop import facts_of
 from worker.output import sleep_until
 from worker.roofline import Gpu, Roofline, parse_gpu
 from worker.simulated import SimulatedDevice
@@ -164,6 +165,16 @@ class Bench:
 
     def start(self) -> Completion:
         return self.launch(admits=(make_admit(0, [1], list(range(8))),), chunks=i32(0, 1, 1))
+
+
+def test_a_length_that_the_pool_cannot_hold_is_cut_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    options = make_options(LLAMA_8B, device="sim:h200", page_size=16, num_pages=10, max_model_len=1000)
+    assert facts_of(SimulatedDevice(options), options).max_model_len == 160
+    assert "--max-model-len 1000 is cut to 160" in caplog.text
+    caplog.clear()
+    options = make_options(LLAMA_8B, device="sim:h200", page_size=16, num_pages=10, max_model_len=160)
+    assert facts_of(SimulatedDevice(options), options).max_model_len == 160
+    assert not caplog.text
 
 
 def test_a_step_that_waits_in_the_queue_starts_when_the_device_is_free() -> None:

@@ -1,5 +1,6 @@
 """The worker between its inbox and its device: plans in, one after another; results out by their own thread."""
 
+import logging
 from collections import deque
 
 from engine.runtime.stage import Stage
@@ -11,6 +12,8 @@ from worker.device import Device
 from worker.output import OutputThread
 from worker.parallel import PeerLostError
 from worker.ranks import Followers, end_without_peers
+
+log = logging.getLogger(__name__)
 
 
 class WorkerLoop:
@@ -60,6 +63,12 @@ class WorkerLoop:
 
 def facts_of(device: Device, options: WorkerOptions) -> WorkerFacts:
     """What the worker found it can do, for Ready."""
+    if options.max_model_len and device.max_model_len < options.max_model_len:
+        log.warning(
+            "--max-model-len %d is cut to %d: the KV cache holds no longer sequence",
+            options.max_model_len,
+            device.max_model_len,
+        )
     return WorkerFacts(
         num_pages=device.num_pages,
         page_size=device.page_size,
