@@ -1,8 +1,10 @@
 """`quintet bench` and the scripts beside it, on whole instances with a simulated device."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from engine.bench import plot
 from engine.cli import main
 from engine.instance import Instance
+from quintet_client import Client
 
 ROOT = Path(__file__).parents[1]
 MODEL = str(ROOT / "scripts/shapes/qwen3-0.6b")
@@ -66,6 +69,25 @@ def test_online_with_clients_that_wait(address: str, tmp_path: Path) -> None:
     for call in calls:
         at_once = sum(other["due"] <= call["due"] < other["ended"] for other in calls)
         assert at_once <= 4
+
+
+@slow
+def test_an_interrupted_run_shows_what_it_has(address: str, tmp_path: Path) -> None:
+    lengths, out = tmp_path / "lengths.jsonl", tmp_path / "out.json"
+    lengths.write_text('{"prompt_tokens": 9, "output_tokens": 40}\n')
+    flags = ["--concurrency", "4", "--requests", "1000000", "--lengths", str(lengths), "-o", str(out)]
+    command = [sys.executable, "-m", "engine.cli", "bench", "online", "--address", address, *flags]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as bench, Client(address) as client:
+        while not client.get_load().replicas[0].running:
+            time.sleep(0.1)
+        time.sleep(0.5)
+        bench.send_signal(signal.SIGINT)
+        shown, _ = bench.communicate(timeout=30)
+    assert bench.returncode == 130
+    assert "interrupted when" in shown
+    document = json.loads(out.read_text())
+    assert document["interrupted"]
+    assert 0 < document["result"]["completed"] == len(document["requests"])
 
 
 @slow

@@ -1,10 +1,12 @@
 """Clients that send requests and note when the tokens come. One event loop, one connection."""
 
 import asyncio
+import signal
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from engine.bench.work import Job
 from engine.cli.printing import TokenClock
@@ -102,11 +104,20 @@ class Watched:
 
     seconds: float
     cpu_share: float
+    interrupted: bool  # by ^C: what had ended until then counts
 
 
-async def watched(run: Callable[[], Awaitable[None]]) -> Watched:
-    """Await a run of clients in this process."""
+async def watched(run: Callable[[], Coroutine[Any, Any, None]]) -> Watched:
+    """Await a run of clients in this process, to its end or to ^C."""
     began, cpu = time.monotonic(), time.process_time()
-    await run()
+    loop, clients = asyncio.get_running_loop(), asyncio.create_task(run())
+    loop.add_signal_handler(signal.SIGINT, clients.cancel)
+    try:
+        await asyncio.wait([clients])
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        clients.cancel()
+    if not clients.cancelled():
+        clients.result()
     seconds = time.monotonic() - began
-    return Watched(seconds, (time.process_time() - cpu) / seconds)
+    return Watched(seconds, (time.process_time() - cpu) / seconds, clients.cancelled())

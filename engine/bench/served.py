@@ -52,6 +52,9 @@ async def measure(address: str, plan: Plan) -> tuple[dict[str, Any], list[Call]]
             watch = await watched(lambda: load.closed_loop(jobs, min(concurrency, plan.requests)))
     total = summary(load.calls, watch.seconds, plan.slo)
     total["client_cpu_share"] = watch.cpu_share
+    doubts = warnings(total)
+    if watch.interrupted:
+        doubts.append(f"interrupted when {len(load.calls)} of {plan.requests} requests had ended")
     result = {
         "conditions": {
             **surroundings,
@@ -64,7 +67,8 @@ async def measure(address: str, plan: Plan) -> tuple[dict[str, Any], list[Call]]
         },
         "result": total,
         "by_class": by_class(load.calls, watch.seconds, plan.slo),
-        "warnings": warnings(total),
+        "warnings": doubts,
+        "interrupted": watch.interrupted,
         "first_errors": load.messages,
         "requests": records(load.calls, min((call.clock.started for call in load.calls), default=0.0)),
     }

@@ -17,6 +17,7 @@ from engine.cli.target import add_target_arguments, open_target
 from engine.instance import InstanceError
 from quintet_client import QuintetError
 
+_INTERRUPTED = 130
 _WIDTH = 118
 _LEAST_SECONDS = 3.0
 _LONGEST_TIMEOUT = 1e6
@@ -69,7 +70,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0 measured, 1 failed or some request did, 2 used wrongly."""
+    """Exit code: 0 measured, 1 failed or some request did, 2 used wrongly, 130 interrupted: what there was is shown."""
     return _host(args) if args.kind == "host" else _served(args)
 
 
@@ -147,6 +148,8 @@ def _served(args: argparse.Namespace) -> int:
     if picture is not None:
         server = result["conditions"]["server"]
         plot.plot(calls, slo, f"{plan.work.name} on {server['model']} ({server['device']})", picture)
+    if result["interrupted"]:
+        return _INTERRUPTED
     return 1 if result["result"]["errors"] else 0
 
 
