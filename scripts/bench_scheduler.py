@@ -254,10 +254,22 @@ def _ratio(mine: list[dict[str, float]], theirs: list[dict[str, float]], name: s
     return f"{a:.1f} µs to vLLM's {b:.1f}: 1/{b / a:.1f}"
 
 
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
+    return count
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="64,256,1024,4096", help="numbers of running rows, with commas")
-    parser.add_argument("--steps", type=int, default=300, help="measured steps for each configuration")
+    default = [64, 256, 1024, 4096]
+    parser.add_argument("--rows", type=_counts, default=default, help="numbers of running rows, with commas")
+    parser.add_argument("--steps", type=_count, default=300, help="measured steps for each configuration")
     parser.add_argument("--peer", choices=["vllm"], help="a scheduler to run over the same trace")
     arguments = parser.parse_args()
     tame_gc()  # as in the process
@@ -269,7 +281,7 @@ def main() -> None:
     )
     if arguments.peer and not PEER_PYTHON.exists():
         raise SystemExit(f"--peer vllm needs {PEER_PYTHON}; see {PEER_DRIVER.name}")
-    for rows in (int(rows) for rows in arguments.rows.split(",")):
+    for rows in arguments.rows:
         # Beyond, prompts that replace a tenth of the rows need more tokens than a step has: rows would never be full.
         for churn in (False, True) if rows <= MOST_CHURN_ROWS else (False,):
             if arguments.peer:
