@@ -10,6 +10,9 @@ from scheduler.views import Index, RowView
 
 _KEPT = 1 << 16  # bytes of a slot that stay resident between its requests
 _COLLECTED = 16  # steps
+# Linux's; Python names it from 3.13 on. Else the kernel refuses more than the machine has, though little is used.
+_MAP_NORESERVE = 0x4000
+_LAZY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 
 
 class Outputs:
@@ -21,7 +24,7 @@ class Outputs:
 
     def __init__(self, capacity: int, longest: int) -> None:
         self._slot_bytes = -(-longest * ID_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._memory = mmap.mmap(-1, capacity * self._slot_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory = mmap.mmap(-1, capacity * self._slot_bytes, _LAZY)
         self._ids = np.frombuffer(self._memory, np.int32)
         self._known = np.zeros(capacity, np.int32)
         self._known_cells = self._known.data

@@ -239,10 +239,7 @@ class Running:
         return [
             request
             for request in rows.requests
-            if request is not None
-            and request.state is State.DECODE
-            and not request.prefill_only
-            and known[request.slot] > request.tokens
+            if request is not None and request.state is State.DECODE and known[request.slot] > request.tokens
         ]
 
     def victim(self) -> Request | None:
