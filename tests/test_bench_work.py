@@ -67,6 +67,7 @@ def test_lengths_of_a_file_are_drawn_in_their_proportion(tmp_path: Path) -> None
     ("line", "complaint"),
     [
         ('{"prompt_tokens": 0, "output_tokens": 5}', "line 2: .*>= 1.*prompt_tokens"),
+        ('{"prompt_tokens": 999999999999, "output_tokens": 1}', "line 2: .*<= 10000000.*prompt_tokens"),
         ('{"prompt_tokens": 1}', "line 2: .*output_tokens"),
         ('{"prompt_tokens": 1, "output_tokens": 5, "input": 3}', "line 2: .*input"),
         ('{"prompt_tokens": 1, "output_tokens": 5, "work_class": "chatty"}', "line 2: work_class 'chatty'"),

@@ -76,11 +76,14 @@ def preset_work(text: str) -> Work:
     return Work(text, shapes, weights)
 
 
+_LONGEST = 10_000_000  # tokens: more than any model takes, and little enough to be drawn
+
+
 class _Lengths(msgspec.Struct, forbid_unknown_fields=True):
     """One line of a file of lengths."""
 
-    prompt_tokens: Annotated[int, msgspec.Meta(ge=1)]
-    output_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=_LONGEST)]
+    output_tokens: Annotated[int, msgspec.Meta(ge=1, le=_LONGEST)]
     work_class: str = "chat"
 
 
