@@ -481,3 +481,7 @@ def expected_output(admit: Admit, vocab: int) -> tuple[list[int], Finish, int]:
         if token in stops and position >= min_len:
             return out, Finish.STOP, token
     return out, Finish.LENGTH, -1
+
+
+def ring_of(**options: object) -> Ring:
+    return Ring(make_options(**options))

@@ -4,19 +4,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from proto.ids import StageKind, make_rid
+from proto.ids import StageKind
 from proto.messages import (
-    U32,
     U64,
-    Census,
-    CensusReply,
     Desync,
     Emit,
     Finish,
     Flush,
     FlushReply,
     RejectCode,
-    StageState,
     WorkClass,
     column,
 )
@@ -25,22 +21,18 @@ from tests.scheduler_fakes import (
     MS,
     Ring,
     expected_output,
-    make_abort,
     make_admit,
     make_facts,
     make_options,
     make_stage,
     make_world,
     rid_of,
+    ring_of,
     token_at,
 )
 
 DEPTHS = [1, 2, 3]
 VOCAB = make_facts().vocab_size
-
-
-def ring_of(**options: object) -> Ring:
-    return Ring(make_options(**options))
 
 
 # ------------------------------------------------------------------ generation
@@ -172,155 +164,6 @@ def test_equal_seeds_give_equal_plans() -> None:
         return [msgspec.msgpack.encode(plan) for plan in ring.plans]
 
     assert plans() == plans()
-
-
-# ------------------------------------------------------------------ prefix cache, preemption
-
-
-def test_the_same_prompt_again_computes_one_page_less_than_all() -> None:
-    """K35, and the hit is told to the caller."""
-    ring = ring_of()
-    for number, cached in [(1, 0), (2, 4), (3, 4)]:
-        ring.send(make_admit(rid_of(number), [1, 2, 3, 4, 5, 6, 7, 8], 2))
-        ring.drain()
-        assert ring.received[rid_of(number), 1].cached_tokens == cached
-
-
-def test_requests_of_one_step_share_what_that_step_computes() -> None:
-    ring = ring_of(max_num_batched_tokens=64)
-    prefix = list(range(40))
-    for number in range(4):
-        ring.send(make_admit(rid_of(number), [*prefix, number], 3))
-    ring.drain()
-    assert ring.scheduler.counters()["prefill_tokens"] == 41 + 3
-    assert ring.scheduler.counters()["prefix_hit_tokens"] == 120
-
-
-def test_generated_pages_are_found_by_the_next_turn() -> None:
-    ring = ring_of()
-    first = make_admit(rid_of(1), [1, 2, 3], 30)
-    ring.send(first)
-    ring.drain()
-    answer = ring.received[rid_of(1), 1].ids
-    ring.send(make_admit(rid_of(2), [1, 2, 3, *answer, 9], 2))
-    ring.drain()
-    # 33 ids were known, of which the last was never fed: 32 computed, 8 pages.
-    assert ring.received[rid_of(2), 1].cached_tokens == 32
-
-
-def test_salts_and_switched_off_caching_share_nothing() -> None:
-    ring = ring_of()
-    for number, salt in enumerate(["", "a", "b"]):
-        ring.send(make_admit(rid_of(number), list(range(20)), 2, salt=salt))
-        ring.drain()
-    assert ring.scheduler.counters()["prefix_hit_tokens"] == 0
-    off = ring_of(prefix_caching=False)
-    for number in range(2):
-        off.send(make_admit(rid_of(number), list(range(20)), 2))
-        off.drain()
-    assert off.scheduler.counters()["prefix_hit_tokens"] == off.scheduler.counters()["pages_cached"] == 0
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("every", [1, 2, 5])
-def test_forced_preemption_changes_no_token(depth: int, every: int) -> None:
-    """K39: nothing is streamed twice, minimum and maximum lengths hold."""
-    ring = ring_of(pipeline_depth=depth, debug_preempt_every=every)
-    admits = [
-        make_admit(rid_of(number), [number] * (3 * number + 1), 25, min_new=5, stop_ids=[1, 2, 3, 4, 5])
-        for number in range(1, 7)
-    ]
-    for admit in admits:
-        ring.send(admit)
-    ring.drain()
-    assert ring.scheduler.counters()["preemptions"] >= 5
-    for admit in admits:
-        got = ring.received[admit.rid, 1]
-        want, finish, matched = expected_output(admit, VOCAB)
-        assert (got.ids, got.finish, got.matched) == (want, finish, matched)
-        assert got.starts == list(range(len(want)))
-        assert got.opened == 1
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_a_pool_too_small_preempts_by_itself_and_changes_no_token(depth: int) -> None:
-    facts = make_facts(num_pages=20, max_model_len=80)
-    ring = Ring(make_options(pipeline_depth=depth), facts)
-    ring.scheduler._admission.lengths._mean[0] = 1.0  # admission expects short answers, and is wrong
-    ring.scheduler._admission.lengths._deviation[0] = 0.0
-    admits = [make_admit(rid_of(number), [number] * 9, 40) for number in range(6)]
-    for admit in admits:
-        ring.send(admit)
-    ring.drain()
-    counters = ring.scheduler.counters()
-    assert counters["preemptions"] > 0
-    for admit in admits:
-        assert ring.received[admit.rid, 1].ids == expected_output(admit, VOCAB)[0]
-    assert counters["preempted_tokens"] > 0
-
-
-def test_a_victim_has_gained_something_since_it_was_placed() -> None:
-    """Otherwise two rows could take each other's pages for ever."""
-    ring = ring_of()
-    ring.send(make_admit(rid_of(1), [1, 2, 3], 30))
-    running = ring.scheduler._running
-    for _ in range(3):
-        while ring.plan():
-            pass
-        assert not running.preemptible()
-        assert running.victim() is None
-        ring.result()
-        assert [request.rid for request in running.preemptible()] == [rid_of(1)]
-        ring.scheduler._lifecycle.preempt(running.preemptible()[0])
-        while ring.result():
-            pass
-    ring.drain()
-    assert len(ring.received[rid_of(1), 1].ids) == 30
-
-
-def test_thrashing_throttles_admission_and_shows() -> None:
-    facts = make_facts(num_pages=40, max_model_len=160)
-    ring = Ring(make_options(max_num_seqs=8), facts)
-    ring.scheduler._admission.lengths.expect = lambda *_: 0  # type: ignore[method-assign]
-    for number in range(40):
-        ring.send(make_admit(rid_of(number), [number] * 20, 60))
-    worst = 0.0
-    for _ in range(3000):
-        if not ring.turn():
-            break
-        worst = max(worst, ring.scheduler.counters()["throttled_pages"])
-    ring.drain()
-    assert worst >= 1
-    assert ring.scheduler.counters()["thrash"] > 0
-
-
-def test_expected_lengths_keep_a_pool_from_preempting() -> None:
-    """With a learned length the batch stays as large as the pool carries, and no more."""
-    facts = make_facts(num_pages=60, max_model_len=160)
-    ring = Ring(make_options(max_num_seqs=32), facts)
-    for number in range(60):
-        ring.send(make_admit(rid_of(number), [number] * 8, 40))
-    most = 0.0
-    while ring.turn():
-        most = max(most, ring.scheduler.counters()["running"])
-    ring.drain()
-    assert ring.scheduler.counters()["preemptions"] <= 3
-    assert most >= 5
-
-
-def test_an_evicted_prefix_is_matched_again_before_admission() -> None:
-    """K37: a queued request counted on a prefix that is gone when its turn comes."""
-    facts = make_facts(num_pages=16, max_model_len=64)
-    ring = Ring(make_options(), facts)
-    prefix = list(range(24))
-    ring.send(make_admit(rid_of(1), [*prefix, 1], 2))
-    ring.drain()
-    ring.send(make_admit(rid_of(2), [500] * 36, 20))  # takes 14 pages of 16, evicting the prefix
-    ring.turn()
-    waiting = make_admit(rid_of(3), [*prefix, 2], 5)
-    ring.send(waiting)
-    ring.drain()
-    assert ring.received[rid_of(3), 1].ids == expected_output(waiting, VOCAB)[0]
 
 
 # ------------------------------------------------------------------ refusals
@@ -477,148 +320,6 @@ def test_fewer_tokens_a_step_than_rows_still_serves_all() -> None:
         ring.send(make_admit(rid_of(number), [number] * 7, 6))
     ring.drain()
     assert all(len(got.ids) == 6 for got in ring.received.values())
-
-
-# ------------------------------------------------------------------ aborts, attempts, leaks
-
-
-def states() -> list[str]:
-    return ["queued", "first chunk", "mid-chunk", "first id", "decoding", "preempted", "last step", "finished"]
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("state", states())
-def test_an_abort_in_every_state_frees_everything(depth: int, state: str) -> None:
-    """K40."""
-    ring = Ring(make_options(pipeline_depth=depth, max_num_batched_tokens=16))
-    rid = rid_of(1)
-    max_new = 1 if state == "last step" else 8
-    if state == "queued":
-        for number in range(2, 12):
-            ring.send(make_admit(rid_of(number), [number], 6))
-        ring.turn()
-    ring.send(make_admit(rid, list(range(40)), max_new))
-    turns = {"queued": 0, "mid-chunk": 2, "decoding": 6, "preempted": 6, "finished": 40}.get(state, 0)
-    for _ in range(turns):
-        ring.turn()
-    if state == "first chunk":
-        assert ring.plan()
-    if state in ("last step", "first id"):
-        while any(request.done < 40 for request in ring.scheduler._running.prefills) or not ring.scheduler._step:
-            ring.plan()
-            if ring.scheduler._running.prefills:
-                ring.result()
-    if state == "preempted":
-        ring.scheduler._lifecycle.preempt(ring.scheduler._running.preemptible()[0])
-    ended = ring.received[rid, 1].ended if (rid, 1) in ring.received else False
-    assert ended is (state == "finished")
-    ring.send(make_abort((rid, 1)))
-    ring.send(make_abort((rid, 1)))
-    ring.collect()
-    assert rid not in ring.scheduler._registry.requests
-    ring.drain()
-    got = ring.received.get((rid, 1))
-    if got is not None and not ended:
-        assert got.finish is Finish.NONE
-        assert got.closed == got.opened
-    ring.send(Flush(rid=rid))
-    assert ring.scheduler.counters()["pages_free"] == ring.facts.num_pages
-
-
-def test_an_abort_that_overtakes_its_admit_holds() -> None:
-    ring = ring_of()
-    ring.send(make_abort((rid_of(1), 2)))
-    ring.send(make_admit(rid_of(1), [1], 5, attempt=2))
-    ring.drain()
-    assert not ring.received
-    ring.send(make_admit(rid_of(1), [1], 5, attempt=3))
-    ring.drain()
-    assert len(ring.received[rid_of(1), 3].ids) == 5
-
-
-def test_tombstones_are_bounded() -> None:
-    ring = ring_of()
-    for number in range(20_000):
-        ring.send(make_abort((rid_of(number), 1)))
-    assert len(ring.scheduler._registry._tombstones) <= 16_384
-    ring.send(make_admit(rid_of(19_999), [1], 5))
-    ring.drain()
-    assert not ring.received
-
-
-def test_a_higher_attempt_supersedes_and_a_lower_one_is_dropped() -> None:
-    ring = ring_of()
-    first = make_admit(rid_of(1), list(range(10)), 20)
-    ring.send(first)
-    for _ in range(6):
-        ring.turn()
-    ids = list(ring.received[rid_of(1), 1].ids)
-    assert ids
-    ring.send(make_admit(rid_of(1), list(range(10)), 20, output=ids, attempt=2))
-    ring.send(first)
-    ring.drain()
-    assert ring.received[rid_of(1), 1].closed == 1
-    assert ids + ring.received[rid_of(1), 2].ids == expected_output(first, VOCAB)[0]
-    assert ring.scheduler.counters()["superseded"] == 1
-    assert ring.scheduler.counters()["ignored_admits"] == 1
-
-
-def census_of(*requests: tuple[int, int]) -> Census:
-    abort = make_abort(*requests)
-    return Census(server=0, rids=abort.rids, attempts=abort.attempts)
-
-
-def test_a_census_finds_the_unknown_and_the_leaked() -> None:
-    ring = ring_of()
-    ring.send(make_world(make_stage(StageKind.SERVER, 0, 1), make_stage(StageKind.SERVER, 1, 1)))
-    kept, leaked, other = rid_of(1), rid_of(2), rid_of(3, server=1)
-    for rid in (kept, leaked, other):
-        ring.send(make_admit(rid, [1, 2, 3], 190))
-    for number in range(4):
-        ring.now += 1000 * MS
-        assert number == 0 or leaked in ring.scheduler._registry.requests
-        ring.send(census_of((kept, 1), (rid_of(9), 1)))
-    # The first census may have been written before the Admit: it does not count.
-    assert list(ring.scheduler._registry.requests) == [kept, other]
-    ring.collect()
-    replies = [message for _, _, message in ring.others if isinstance(message, CensusReply)]
-    assert len(replies) == 4
-    assert column(replies[0].rids, U64).tolist() == [rid_of(9)]
-    assert column(replies[0].attempts, U32).tolist() == [1]
-
-
-def test_an_empty_census_speaks_for_its_server_alone() -> None:
-    ring = ring_of()
-    ring.send(make_world(make_stage(StageKind.SERVER, 0, 1), make_stage(StageKind.SERVER, 1, 1)))
-    other = rid_of(2, server=1)
-    for rid in (rid_of(1), other):
-        ring.send(make_admit(rid, [1], 50))
-    for _ in range(4):
-        ring.now += 1000 * MS
-        ring.send(census_of())
-    assert list(ring.scheduler._registry.requests) == [other]
-    assert ring.scheduler.counters()["leaked"] == 1
-
-
-@pytest.mark.parametrize("state", [StageState.DEAD, StageState.READY])
-def test_a_dead_servers_requests_are_aborted(state: StageState) -> None:
-    ring = ring_of()
-    ring.send(make_world(make_stage(StageKind.SERVER, 0, 1), make_stage(StageKind.SERVER, 1, 1)))
-    mine, others = make_rid(0, 1, 5), make_rid(1, 1, 5)
-    ring.send(make_admit(mine, [1], 50))
-    ring.send(make_admit(others, [2], 5))
-    for _ in range(3):
-        ring.turn()
-    newer = 1 if state is StageState.DEAD else 2
-    ring.send(make_world(make_stage(StageKind.SERVER, 0, newer, state), make_stage(StageKind.SERVER, 1, 1)))
-    assert list(ring.scheduler._registry.requests) == [others]
-    ring.send(make_admit(make_rid(0, 1, 6), [1], 50))  # one that was on its way
-    ring.send(make_admit(make_rid(0, 2, 1), [1], 5))
-    ring.drain()
-    assert ring.received[mine, 1].closed == 1
-    assert (make_rid(0, 1, 6), 1) not in ring.received
-    assert ring.received[others, 1].finish is Finish.LENGTH
-    assert len(ring.received[make_rid(0, 2, 1), 1].ids) == 5
 
 
 # ------------------------------------------------------------------ others
