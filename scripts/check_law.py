@@ -30,8 +30,8 @@ from engine.models import prepare  # noqa: E402
 from proto.config import WorkerOptions  # noqa: E402
 from proto.model import ModelManifest  # noqa: E402
 from tests.pair import Pair, Story  # noqa: E402
-from worker.runner import Runner  # noqa: E402
-from worker.torch_forward import TorchForward  # noqa: E402
+from worker.cpu.device import Runner  # noqa: E402
+from worker.cpu.load import TorchForward  # noqa: E402
 
 MAX_LOGIT_ERROR = 5e-4
 TIE_GAP = 1e-3

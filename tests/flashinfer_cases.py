@@ -13,14 +13,14 @@ import torch
 
 from proto.model import ModelConfig, RopeConfig
 from tests.flashinfer_double import simulate
-from worker.attention.base import AttentionShape
-from worker.attention.flashinfer import FlashInferAttention, KvFormat, Limits
-from worker.attention.reference import ReferenceAttention
-from worker.batch import I32Array, StepBatch
-from worker.layers.cuda_ops import CudaOps
-from worker.layers.reference_ops import ReferenceOps
+from worker.cpu.reference_attention import ReferenceAttention
+from worker.cpu.reference_ops import ReferenceOps
+from worker.cuda.flashinfer import FlashInferAttention, KvFormat, Limits
+from worker.cuda.ops import CudaOps
+from worker.layers.attention import AttentionShape
 from worker.models import FAMILIES
 from worker.models.base import Model
+from worker.steps.batch import I32Array, StepBatch
 
 PAGE = 16
 NUM_PAGES = 48

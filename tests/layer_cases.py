@@ -8,9 +8,10 @@ import torch
 
 from proto.config import WorkerOptions
 from proto.model import ModelManifest
-from worker.batch import I32Array
-from worker.law import pages_of_all_layers, step
-from worker.torch_forward import TorchForward
+from worker.cpu.load import TorchForward
+from worker.cpu.self_test import pages_of_all_layers
+from worker.steps.batch import I32Array
+from worker.steps.prompts import step
 
 Row = tuple[I32Array, int]  # ids to compute, and the position of the first
 

@@ -35,9 +35,9 @@ from proto.messages import (
     column,
 )
 from scheduler.core import Scheduler
-from worker.batch import StepBatch
+from worker.cpu.device import Runner
 from worker.loop import facts_of
-from worker.runner import Runner
+from worker.steps.batch import StepBatch
 
 STEP_NS = 1_000_000
 _SHORT_REQUESTS = 150

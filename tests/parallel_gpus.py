@@ -24,7 +24,7 @@ from worker.cuda.group import DeviceGroup, Nccl
 from worker.cuda.sampling import sample
 from worker.cuda.start import start
 from worker.device import Deferred
-from worker.parallel import Group
+from worker.ranks.group import Group
 
 Call = tuple[str, torch.dtype, tuple[int, ...]]  # operation, and what it was given
 

@@ -14,11 +14,11 @@ import torch
 from proto.config import WorkerOptions
 from proto.messages import StepPlan, StepResult, column
 from tests.layer_cases import Player
-from worker.batch import I32Array
-from worker.distributed import DistributedGroup
-from worker.parallel import Group
-from worker.runner import Runner
-from worker.torch_forward import TorchForward
+from worker.cpu.device import Runner
+from worker.cpu.load import TorchForward
+from worker.ranks.distributed import DistributedGroup
+from worker.ranks.group import Group
+from worker.steps.batch import I32Array
 
 PATIENCE = 90.0  # seconds for one task, on a machine that does much else
 

@@ -23,13 +23,13 @@ from tests.test_cuda_device import MODEL, both_groups, ids_of, make_device, opti
 from tests.test_cuda_families import SIZES, script
 from tests.test_worker_tables import i32, make_admit, make_plan
 from tests.tiny_models import make_tiny
+from worker.cpu.device import Runner
+from worker.cpu.load import TorchForward
+from worker.cuda.ops import ROWS, CudaOps
 from worker.cuda.start import start
 from worker.cuda.tiles import cut_chunks, most_rows, tokens_of_a_tile
 from worker.device import Deferred, DeviceError
-from worker.law import step
-from worker.layers.cuda_ops import ROWS, CudaOps
-from worker.runner import Runner
-from worker.torch_forward import TorchForward
+from worker.steps.prompts import step
 
 GROUP = MODEL.num_heads // MODEL.num_kv_heads
 

@@ -25,6 +25,8 @@ from tests.flashinfer_double import Gpu, SimulationError, simulate
 from tests.pair import GREEDY, Pair, Story
 from tests.test_worker_runner import make_options
 from tests.test_worker_tables import behind_window, i32, make_admit, make_plan
+from worker.cpu.device import Runner
+from worker.cpu.load import TorchForward
 from worker.cuda.device import CudaDevice
 from worker.cuda.frames import Frames
 from worker.cuda.graphs import bucket_sizes
@@ -33,8 +35,6 @@ from worker.cuda.sampling import Mode
 from worker.cuda.start import start
 from worker.device import Completion, Deferred
 from worker.output import OutputThread
-from worker.runner import Runner
-from worker.torch_forward import TorchForward
 
 MODEL = ModelConfig(
     family="llama",

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.flashinfer_double import Gpu, MetadataError, simulate
-from worker.layers.cuda_ops import CudaOps
+from worker.cpu.reference_ops import ReferenceOps
+from worker.cuda.ops import CudaOps
 from worker.layers.experts import Mixture
 from worker.layers.ops import Ops, Routes
-from worker.layers.reference_ops import ReferenceOps
-from worker.parallel import ALONE, Group
+from worker.ranks.group import ALONE, Group
 
 HIDDEN, INNER, EXPERTS, COUNT = 24, 16, 6, 2
 

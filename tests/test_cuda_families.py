@@ -15,10 +15,10 @@ from tests.layer_cases import worker_options
 from tests.test_cuda_device import ids_of, launch, silent
 from tests.test_worker_tables import behind_window, i32, make_admit, make_plan
 from tests.tiny_models import FAMILIES, NEWER_FAMILIES, make_tiny
+from worker.cpu.device import Runner
+from worker.cpu.load import TorchForward
 from worker.cuda.start import start
 from worker.device import Deferred
-from worker.runner import Runner
-from worker.torch_forward import TorchForward
 
 SIZES: dict[str, Any] = {
     "dtype": "float32",

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from worker.attention.base import Rotation
-from worker.attention.reference import rotate
+from worker.cpu.reference_attention import rotate
+from worker.layers.attention import Rotation
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -24,7 +24,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def kernels() -> Any:
     pytest.importorskip("triton")
-    from worker.layers import cuda_kernels
+    from worker.cuda import kernels as cuda_kernels
 
     return cuda_kernels
 

@@ -16,11 +16,11 @@ from tests.layer_cases import worker_options
 from tests.test_cuda_device import MODEL, make_device, options_of, plans, play, silent
 from tests.test_worker_process import Surroundings
 from tests.tiny_models import make_tiny
+from worker.cpu.load import TorchForward
 from worker.cuda.load import resolve_kv_dtype
 from worker.cuda.start import start
 from worker.device import DeviceError
 from worker.loop import facts_of
-from worker.torch_forward import TorchForward
 
 
 def logits_of(kv_cache_dtype: str, eager: bool) -> list[torch.Tensor]:

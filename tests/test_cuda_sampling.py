@@ -8,15 +8,15 @@ import torch
 
 from proto.messages import RowStatus, TokenLogprobs
 from tests.test_worker_sampler import assert_distribution, logits_of, make_rows
+from worker.cpu.sampler import sample as cpu_sample
+from worker.cpu.sampler import token_logprobs as cpu_token_logprobs
 from worker.cuda import sampling
 from worker.cuda.device import _mode
 from worker.cuda.random import philox4x32, uniform
 from worker.cuda.sampling import MOST_RANKED, Mode, SamplingTable, finite_rows, sample, token_logprobs
-from worker.random import Purpose
-from worker.random import uniform as cpu_uniform
-from worker.sampler import SamplingRows
-from worker.sampler import sample as cpu_sample
-from worker.sampler import token_logprobs as cpu_token_logprobs
+from worker.steps.random import Purpose
+from worker.steps.random import uniform as cpu_uniform
+from worker.steps.sampling import SamplingRows
 
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 VOCAB = 1000  # not a multiple of a block

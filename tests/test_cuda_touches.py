@@ -67,8 +67,7 @@ def spelled(node: ast.Call) -> str:
 
 def files() -> list[Path]:
     """The GPU worker's own code: nothing else runs between two launches but what these call."""
-    found = [*ROOT.glob("worker/cuda/*.py"), *ROOT.glob("worker/attention/flashinfer*.py")]
-    found += [*ROOT.glob("worker/layers/cuda_*.py"), *ROOT.glob("worker/models/*.py")]
+    found = [*ROOT.glob("worker/cuda/*.py"), *ROOT.glob("worker/models/*.py")]
     return sorted([*found, *(ROOT / "worker" / "layers" / f"{name}.py" for name in LAYERS)])
 
 

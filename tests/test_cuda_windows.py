@@ -22,17 +22,17 @@ from tests.test_cuda_device import MODEL as HALF
 from tests.test_cuda_device import LatePair, assert_close, changed_slots, play, silent
 from tests.test_worker_runner import make_options
 from tests.test_worker_tables import behind_window, i32, make_admit, make_plan
-from worker.attention.flashinfer import FlashInferAttention
+from worker.cpu.device import Runner
+from worker.cpu.load import TorchForward
 from worker.cuda import tiles
 from worker.cuda.device import CudaDevice
+from worker.cuda.flashinfer import FlashInferAttention
 from worker.cuda.start import start
 from worker.cuda.state import SlotPages
 from worker.cuda.step import GpuStep
 from worker.cuda.tiles import cut_chunks, list_stride, most_rows
-from worker.law import step
-from worker.page_table import PageTable
-from worker.runner import Runner
-from worker.torch_forward import TorchForward
+from worker.steps.page_table import PageTable
+from worker.steps.prompts import step
 
 PAGE = 4
 LEAST = 4  # pages that a window of 10 and a new page take

@@ -13,8 +13,8 @@ from engine.cli.estimate import count_parameters
 from engine.models import ModelError, read_config
 from proto.model import ModelConfig, RopeConfig
 from tests.tiny_models import NEWER_FAMILIES, make_tiny
-from worker.law import step
-from worker.roofline import Roofline, parse_gpu
+from worker.sim.roofline import Roofline, parse_gpu
+from worker.steps.prompts import step
 
 SIZES = {
     "vocab_size": 320,

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from proto.model import ModelConfig
-from worker.attention.alibi import alibi_slopes
-from worker.layers.cpu_ops import CpuOps
-from worker.layers.gemm import GemmRule
+from worker.cpu.gemm import GemmRule
+from worker.cpu.ops import CpuOps
+from worker.cpu.reference_ops import ReferenceOps
+from worker.layers.alibi import alibi_slopes
 from worker.layers.ops import Ops
-from worker.layers.reference_ops import ReferenceOps
 from worker.models.moe import Mixtral
 
 CPU, REFERENCE = CpuOps(GemmRule(False, 1, {}), 1), ReferenceOps()

@@ -23,16 +23,16 @@ from tests.flashinfer_cases import (
     config,
 )
 from tests.flashinfer_double import simulate
-from worker.attention import flashinfer_api
-from worker.attention.base import Rotation
-from worker.attention.flashinfer import FlashInferAttention, KvFormat, Limits, pad_indptr
-from worker.attention.flashinfer_api import FlashInferError
-from worker.attention.flashinfer_buffers import PinnedRing
-from worker.attention.reference import rotate
-from worker.batch import StepBatch
-from worker.layers.cuda_ops import CudaOps
-from worker.layers.reference_ops import ReferenceOps
+from worker.cpu.reference_attention import rotate
+from worker.cpu.reference_ops import ReferenceOps
+from worker.cuda import flashinfer_api
+from worker.cuda.flashinfer import FlashInferAttention, KvFormat, Limits, pad_indptr
+from worker.cuda.flashinfer_api import FlashInferError
+from worker.cuda.flashinfer_buffers import PinnedRing
+from worker.cuda.ops import CudaOps
+from worker.layers.attention import Rotation
 from worker.loader.errors import LoadError
+from worker.steps.batch import StepBatch
 
 LIMITS = Limits(max_rows=8, max_tokens=256, max_pages_per_row=MAX_LENGTH // PAGE, workspace_bytes=1 << 12)
 
@@ -195,10 +195,10 @@ def test_without_flashinfer_its_absence_is_named_and_nothing_else_breaks() -> No
 import sys
 sys.modules["flashinfer"] = None
 sys.modules["triton"] = None
-import worker.attention.flashinfer, worker.layers.cuda_ops, worker.torch_forward
-from worker.attention.flashinfer_api import FlashInferError
+import worker.cuda.flashinfer, worker.cuda.ops, worker.cpu.load
+from worker.cuda.flashinfer_api import FlashInferError
 try:
-    worker.layers.cuda_ops.CudaOps()
+    worker.cuda.ops.CudaOps()
 except FlashInferError as error:
     print(error)
 """

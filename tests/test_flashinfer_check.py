@@ -14,8 +14,8 @@ from proto.model import ModelConfig
 from scripts.gpu import check, make_wheels, modules, speed, triton_ahead
 from tests.flashinfer_cases import DOUBLE, GPU, config
 from tests.flashinfer_double import simulate
-from worker.attention import flashinfer_api
-from worker.attention.flashinfer import CUDA_CORE_GROUPS, TENSOR_CORE_GROUP
+from worker.cuda import flashinfer_api
+from worker.cuda.flashinfer import CUDA_CORE_GROUPS, TENSOR_CORE_GROUP
 from worker.models import FAMILIES
 
 ROOT = Path(__file__).parent.parent
@@ -153,6 +153,6 @@ def test_every_kernel_that_the_check_needs_is_made() -> None:
 
 
 def test_every_function_of_our_kernels_is_compiled_ahead() -> None:
-    tree = ast.parse((ROOT / "worker/layers/cuda_kernels.py").read_text())
+    tree = ast.parse((ROOT / "worker/cuda/kernels.py").read_text())
     public = {n.name for n in tree.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")}
     assert {name for name, _ in triton_ahead.launches()} == public

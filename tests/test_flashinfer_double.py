@@ -7,7 +7,7 @@ import torch
 
 from tests.flashinfer_double import CaptureError, SimulationError, simulate
 from tests.flashinfer_double.library import FLASHINFER
-from worker.attention.flashinfer_api import library
+from worker.cuda.flashinfer_api import library
 
 SEEDS = range(8)
 

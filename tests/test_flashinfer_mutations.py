@@ -13,11 +13,11 @@ import torch
 
 from tests.flashinfer_cases import DOUBLE, GpuRunner, ReferenceRunner, Traffic, compare, config
 from tests.flashinfer_double import SimulationError
-from worker.attention import flashinfer as backend
-from worker.attention.base import AttentionShape
-from worker.attention.flashinfer import FlashInferAttention
-from worker.attention.flashinfer_buffers import PinnedRing, PinnedTurn
-from worker.batch import StepBatch
+from worker.cuda import flashinfer as backend
+from worker.cuda.flashinfer import FlashInferAttention
+from worker.cuda.flashinfer_buffers import PinnedRing, PinnedTurn
+from worker.layers.attention import AttentionShape
+from worker.steps.batch import StepBatch
 
 STEPS = 30
 Patch = pytest.MonkeyPatch

@@ -13,11 +13,12 @@ from engine.models import prepare
 from proto.model import ModelManifest
 from tests.layer_cases import Player, load, prompt
 from tests.tiny_models import make_tiny
-from worker.batch import I32Array
-from worker.law import LawError, check_law
+from worker.cpu.load import TorchForward
+from worker.cpu.self_test import check_law
 from worker.loader.gguf_checkpoint import GgufCheckpoint
 from worker.models.llama import GGUF_NAMES, HUGGING_FACE_NAMES
-from worker.torch_forward import TorchForward
+from worker.steps.batch import I32Array
+from worker.steps.prompts import LawError
 
 
 def histories(vocab_size: int, lengths: list[int]) -> list[I32Array]:

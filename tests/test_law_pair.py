@@ -16,8 +16,8 @@ from proto.messages import Finish, Sampling
 from proto.model import ModelConfig, RopeConfig
 from tests.pair import GREEDY, Pair, Story
 from tests.test_worker_runner import make_options
-from worker.runner import Runner
-from worker.torch_forward import TorchForward
+from worker.cpu.device import Runner
+from worker.cpu.load import TorchForward
 
 TINY = ModelConfig(
     family="llama",

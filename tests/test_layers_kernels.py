@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from worker.attention.base import Rotation
-from worker.attention.cpu import rotate
-from worker.attention.reference import rotate as reference_rotate
-from worker.layers import gemm
-from worker.layers.cpu_ops import CpuOps, bits
-from worker.layers.gemm import GemmRule, GemmShape, find_rule
-from worker.layers.jit import exp, narrow, widen
-from worker.layers.reference_ops import ReferenceOps
+from worker.cpu import gemm
+from worker.cpu.attention import rotate
+from worker.cpu.gemm import GemmRule, find_rule
+from worker.cpu.jit import exp, narrow, widen
+from worker.cpu.ops import CpuOps, bits
+from worker.cpu.reference_attention import rotate as reference_rotate
+from worker.cpu.reference_ops import ReferenceOps
+from worker.layers.attention import Rotation
+from worker.layers.gemm_shape import GemmShape
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}  # relative
 DTYPES = list(TOLERANCE)

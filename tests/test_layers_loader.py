@@ -15,9 +15,9 @@ from engine.models import prepare
 from proto.model import ModelConfig, ModelManifest, RopeConfig
 from tests.layer_cases import Player, load, prompt
 from tests.tiny_models import edit_config, make_tiny, reference_model
-from worker.batch import I32Array
 from worker.loader import LoadError
 from worker.loader.gguf_checkpoint import GgufCheckpoint, unpermute
+from worker.steps.batch import I32Array
 
 Type: Any = gguf.GGMLQuantizationType
 

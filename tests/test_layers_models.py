@@ -9,7 +9,7 @@ import torch
 from engine.models import prepare
 from tests.layer_cases import Player, load, prompt
 from tests.tiny_models import FAMILIES, ROPES, make_tiny, reference_model
-from worker.batch import I32Array
+from worker.steps.batch import I32Array
 
 TOLERANCE = 1e-4
 

@@ -19,17 +19,17 @@ from tests.layer_cases import worker_options
 from tests.test_worker_runner import MODEL
 from tests.tiny_models import FAMILIES as OLDER
 from tests.tiny_models import NEWER_FAMILIES, make_tiny
-from worker.attention.alibi import alibi_slopes
-from worker.attention.base import AttentionShape
-from worker.attention.pool import size_pool
+from worker.cpu.pool import size_pool
+from worker.cpu.reference_ops import ReferenceOps
+from worker.layers.alibi import alibi_slopes
+from worker.layers.attention import AttentionShape
 from worker.layers.parameter import Parameter
-from worker.layers.reference_ops import ReferenceOps
 from worker.loader.errors import LoadError
 from worker.loader.gguf_checkpoint import GgufCheckpoint
 from worker.loader.load import load_checkpoint
 from worker.loader.safetensors_checkpoint import SafetensorsCheckpoint
 from worker.models import FAMILIES
-from worker.parallel import ALONE, Group, Share
+from worker.ranks.group import ALONE, Group, Share
 
 Type: Any = gguf.GGMLQuantizationType
 
@@ -206,7 +206,7 @@ def test_an_instance_has_a_worker_for_each_rank() -> None:
 
 
 def test_ranks_share_the_machines_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.attention.pool.available_memory", lambda: 64 << 20)
+    monkeypatch.setattr("worker.cpu.pool.available_memory", lambda: 64 << 20)
     options = worker_options(prepare(str(make_tiny(tmp_path, "llama"))), num_pages=None, max_num_seqs=10_000)
     alone = size_pool(options, bytes_per_token=1024)
     half = size_pool(msgspec.structs.replace(options, tensor_parallel_size=2), bytes_per_token=1024)

@@ -28,8 +28,8 @@ from worker.cuda.group import DeviceGroup, Nccl
 from worker.cuda.load import require_cuda
 from worker.cuda.start import start
 from worker.device import DeviceError
-from worker.distributed import add_in_order
-from worker.parallel import ALONE, Group, PeerLostError
+from worker.ranks.distributed import add_in_order
+from worker.ranks.group import ALONE, Group, PeerLostError
 
 LAYERS, HIDDEN = 3, 96  # of tiny models
 

@@ -16,7 +16,7 @@ from tests.layer_cases import prompt, worker_options
 from tests.parallel_ranks import Ranks
 from tests.test_worker_tables import i32, make_admit, make_plan
 from tests.tiny_models import make_tiny
-from worker.parallel import ALONE, PeerLostError
+from worker.ranks.group import ALONE, PeerLostError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

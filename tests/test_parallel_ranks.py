@@ -12,10 +12,10 @@ from proto.channel import Address
 from proto.ids import StageKind
 from proto.messages import Message, Reset, StepPlan, Stop
 from tests.test_worker_tables import make_plan
-from worker import ranks
 from worker.device import Deferred
-from worker.parallel import PeerLostError
-from worker.ranks import FollowerLoop, Followers
+from worker.ranks import followers as ranks
+from worker.ranks.followers import FollowerLoop, Followers
+from worker.ranks.group import PeerLostError
 
 
 class FakeDevice:

@@ -16,9 +16,9 @@ from tests.layer_cases import prompt, worker_options
 from tests.pair import Pair, Story
 from tests.test_layers_models import TOLERANCE, reference_logits
 from tests.tiny_models import make_tiny
-from worker.batch import StepBatch
-from worker.runner import Runner
-from worker.torch_forward import TorchForward
+from worker.cpu.device import Runner
+from worker.cpu.load import TorchForward
+from worker.steps.batch import StepBatch
 
 PAGE, WINDOW, NEW_TOKENS = 8, 24, 30
 LEAST = 4  # pages that a window and a new page take

@@ -13,7 +13,7 @@ from tests.test_worker_simulated import LLAMA_8B
 from tests.test_worker_tables import GREEDY
 from worker.device import Completion
 from worker.loop import facts_of
-from worker.simulated import SimulatedDevice
+from worker.sim.device import SimulatedDevice
 
 HOST_NS = 150_000  # from a result to the next plan's launch: two hops and the scheduler's own work
 ROWS = 32

@@ -7,9 +7,9 @@ from proto.config import WorkerOptions
 from proto.messages import Desync, Reset, RowStatus, StepPlan, StepResult, column
 from proto.model import ModelConfig, ModelManifest
 from tests.test_worker_tables import i32, make_admit, make_plan
-from worker.batch import StepBatch
+from worker.cpu.device import Runner
 from worker.loop import facts_of
-from worker.runner import Runner
+from worker.steps.batch import StepBatch
 
 VOCAB = 50
 MODEL = ModelConfig(

@@ -8,8 +8,9 @@ import numpy.typing as npt
 import pytest
 
 from proto.messages import RowStatus, TokenLogprobs
-from worker.random import Purpose, philox4x32, uniform
-from worker.sampler import GREEDY_TEMPERATURE, SAMPLING, Sampled, SamplingRows, sample
+from worker.cpu.sampler import Sampled, sample
+from worker.steps.random import Purpose, philox4x32, uniform
+from worker.steps.sampling import GREEDY_TEMPERATURE, SAMPLING, SamplingRows
 
 F32 = npt.NDArray[np.float32]
 

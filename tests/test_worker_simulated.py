@@ -12,12 +12,12 @@ from proto.messages import Desync, StepResult, TokenLogprobs, column
 from proto.model import ModelConfig
 from tests.test_worker_runner import MODEL, make_options
 from tests.test_worker_tables import i32, make_admit, make_plan
-from worker.batch import StepBatch
 from worker.device import Completion, DeviceError
 from worker.loop import facts_of
 from worker.output import sleep_until
-from worker.roofline import Gpu, Roofline, parse_gpu
-from worker.simulated import SimulatedDevice
+from worker.sim.device import SimulatedDevice
+from worker.sim.roofline import Gpu, Roofline, parse_gpu
+from worker.steps.batch import StepBatch
 
 LLAMA_8B = ModelConfig(
     family="llama",

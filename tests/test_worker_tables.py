@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proto.messages import AdmitRow, Sampling, StepPlan, column
-from worker.batch import StepBatch
-from worker.sequence import PlanError
-from worker.tables import SlotTables
+from worker.steps.batch import StepBatch
+from worker.steps.sequence import PlanError
+from worker.steps.tables import SlotTables
 
 PAGE = 4
 SLOTS = 6

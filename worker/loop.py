@@ -10,8 +10,8 @@ from proto.ids import StageKind
 from proto.messages import Message, Reset, StepPlan, WorkerFacts, World
 from worker.device import Device
 from worker.output import OutputThread
-from worker.parallel import PeerLostError
-from worker.ranks import Followers, end_without_peers
+from worker.ranks.followers import Followers, end_without_peers
+from worker.ranks.group import PeerLostError
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from engine.runtime.stage import Handler, Stage
 from proto.config import WorkerOptions
 from worker.device import Device, DeviceError
 from worker.loop import WorkerLoop, facts_of
-from worker.parallel import ALONE, Group, PeerLostError
-from worker.ranks import FollowerLoop, Followers, end_without_peers
+from worker.ranks.followers import FollowerLoop, Followers, end_without_peers
+from worker.ranks.group import ALONE, Group, PeerLostError
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def _device(stage: Stage, options: WorkerOptions) -> Device:
     if options.kv_cache_dtype != "auto" and options.device != "cuda":
         raise DeviceError(f"--kv-cache-dtype {options.kv_cache_dtype}: --device {options.device} keeps K/V as --dtype")
     if options.device.startswith("sim:"):
-        from worker.simulated import SimulatedDevice
+        from worker.sim.device import SimulatedDevice
 
         return SimulatedDevice(options)
 
@@ -69,10 +69,10 @@ def _device(stage: Stage, options: WorkerOptions) -> Device:
 
         return start(options, progress, _join_gpus(stage, options) if size > 1 else ALONE)
 
-    from worker.law import LawError
+    from worker.cpu.device import Runner
+    from worker.cpu.load import TorchForward
     from worker.loader import LoadError
-    from worker.runner import Runner
-    from worker.torch_forward import TorchForward
+    from worker.steps.prompts import LawError
 
     try:
         group = _join(stage, size) if size > 1 else ALONE
@@ -83,7 +83,7 @@ def _device(stage: Stage, options: WorkerOptions) -> Device:
 
 def _join(stage: Stage, size: int) -> Group:
     """The ranks of this instance, of which this process is one. Raises PeerLostError."""
-    from worker.distributed import DistributedGroup
+    from worker.ranks.distributed import DistributedGroup
 
     return DistributedGroup(stage.address.index, size, _rendezvous(stage))
 

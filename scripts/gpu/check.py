@@ -40,8 +40,8 @@ from tests.flashinfer_cases import (
     config,
 )
 from tests.flashinfer_double import simulate
-from worker.attention.flashinfer import KvFormat
-from worker.attention.flashinfer_api import library
+from worker.cuda.flashinfer import KvFormat
+from worker.cuda.flashinfer_api import library
 from worker.models import FAMILIES
 
 EXACT = ("families against the reference", "graphs against eager", "fp8 K/V")  # mean something on the double too

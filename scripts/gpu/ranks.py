@@ -21,7 +21,7 @@ from tests.flashinfer_cases import Place, config
 from worker.cuda import load
 from worker.cuda.device import CudaDevice
 from worker.cuda.group import join_gpus
-from worker.parallel import ALONE, Group
+from worker.ranks.group import ALONE, Group
 
 RANKS = 2
 ROWS, LENGTH, DECODES = 3, 20, 4

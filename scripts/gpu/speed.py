@@ -18,12 +18,12 @@ import torch
 from proto.config import WorkerOptions
 from proto.messages import AdmitRow, Sampling, StepPlan, StepResult
 from proto.model import ModelConfig, ModelManifest, RopeConfig
-from worker.batch import I32Array
 from worker.cuda import load
 from worker.cuda.device import CudaDevice
 from worker.cuda.start import start
 from worker.device import Deferred
-from worker.parallel import ALONE, Group
+from worker.ranks.group import ALONE, Group
+from worker.steps.batch import I32Array
 
 PAGE = 16
 EMPTY = b""

@@ -84,7 +84,7 @@ def launches() -> Iterator[tuple[str, tuple[Any, ...]]]:
 def main() -> int:
     from triton.runtime.jit import JITFunction  # type: ignore[import-not-found, unused-ignore]
 
-    from worker.layers import cuda_kernels
+    from worker.cuda import kernels as cuda_kernels
 
     ahead, failed = Ahead(), 0
     JITFunction.run = lambda kernel, *args, **options: ahead.run(kernel, *args, **options)

@@ -4,7 +4,7 @@
         ...plain torch code: device="cuda", torch.cuda.Stream, CUDAGraph, pinned and non_blocking copies...
 
 Inside, tensors made on "cuda" are `DeviceTensor`s, torch.cuda is replaced, and the worker's seam
-(`worker.attention.flashinfer_api`) leads to the double. Nothing in the worker knows.
+(`worker.cuda.flashinfer_api`) leads to the double. Nothing in the worker knows.
 
 **Lazy.** Every operation on a device tensor is queued in the current stream and done late: streams get on in a random
 legal order drawn from `seed`, and a pinned buffer is read or written when its copy is done. So what a GPU would

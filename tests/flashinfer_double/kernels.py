@@ -1,4 +1,4 @@
-"""Our Triton kernels (`worker.layers.cuda_kernels`), computed when the simulated device gets there."""
+"""Our Triton kernels (`worker.cuda.kernels`), computed when the simulated device gets there."""
 
 import torch
 
@@ -21,7 +21,7 @@ def rotate_and_write(
     k_scale: float,
     v_scale: float,
 ) -> None:
-    """As worker.layers.cuda_kernels.rotate_and_write."""
+    """As worker.cuda.kernels.rotate_and_write."""
     need(positions.dtype == slots.dtype == torch.int32, "positions and slots are int32")
     need(
         len({len(t) for t in (q, k, v, positions, slots)}) == 1,
@@ -54,7 +54,7 @@ def write_kv(
     k_scale: float,
     v_scale: float,
 ) -> None:
-    """As worker.layers.cuda_kernels.write_kv."""
+    """As worker.cuda.kernels.write_kv."""
     need(slots.dtype == torch.int32 and k.shape[0] == v.shape[0] == slots.shape[0], "one int32 slot for each row")
     need(k.stride(-1) == 1 and v.stride(-1) == 1, "K and V dense in their last dimension")
     raw_k, raw_v, at, to_k, to_v = (t.raw for t in (k, v, slots, keys, values))  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ def _quantise(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor
 
 
 def route(logits: torch.Tensor, count: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """As worker.layers.cuda_kernels.route."""
+    """As worker.cuda.kernels.route."""
     need(logits.dtype == torch.float32 and logits.is_contiguous(), "logits must be float32 and contiguous")
     shape = (logits.shape[0], count)
     chosen, weights = (allocate(shape, (count, 1), dtype) for dtype in (torch.int32, torch.float32))
@@ -103,7 +103,7 @@ def route(logits: torch.Tensor, count: int, renormalise: bool) -> tuple[torch.Te
 def grouped_product(
     x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, order: torch.Tensor, repeat: int, rows: int
 ) -> torch.Tensor:
-    """As worker.layers.cuda_kernels.grouped_product. In float64: then bits do not depend on how many rows there are."""
+    """As worker.cuda.kernels.grouped_product. In float64: then bits do not depend on how many rows there are."""
     need(x.dtype == weight.dtype and x.stride(1) == 1 and weight.is_contiguous(), "one dtype, weights contiguous")
     need(ends.dtype == torch.int32 and len(ends) == len(weight), "an int32 end for each expert")
     need(order.dtype == torch.int64 and len(order) == len(x) * repeat, "an int64 pair for each use of an expert")
@@ -126,7 +126,7 @@ def grouped_product(
 
 
 def weighted_sum(parts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """As worker.layers.cuda_kernels.weighted_sum."""
+    """As worker.cuda.kernels.weighted_sum."""
     rows, count = weights.shape
     size = parts.shape[1]
     need(parts.is_contiguous() and weights.is_contiguous() and len(parts) == rows * count, "k parts for each row")

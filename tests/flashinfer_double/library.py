@@ -16,7 +16,7 @@ from tests.flashinfer_double.gpu import Gpu, simulate_gpu
 from tests.flashinfer_double.memory import DeviceTensor, allocate, queue
 from tests.flashinfer_double.streams import CaptureError, Work, active
 from tests.flashinfer_double.strict import MetadataError, need
-from worker.attention import flashinfer_api
+from worker.cuda import flashinfer_api
 
 CUDA_CORE_GROUPS = {1, 2, 3, 4, 6, 8, 16}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # float32 is the double's own, for exact tests

@@ -9,8 +9,7 @@ import torch
 from proto.channel import encode
 from proto.config import WorkerOptions
 from proto.messages import U8, StepPlan, StepResult, TokenLogprobs, column
-from worker.attention.flashinfer import pad_indptr
-from worker.batch import I32Array, StepBatch
+from worker.cuda.flashinfer import pad_indptr
 from worker.cuda.frames import Frame, Frames, Span
 from worker.cuda.graphs import DecodeGraphs
 from worker.cuda.piecewise import PiecewiseGraphs
@@ -18,9 +17,10 @@ from worker.cuda.sampling import MOST_RANKED, Mode, SamplingTable, token_logprob
 from worker.cuda.step import GpuStep, MixedInputs
 from worker.cuda.tiles import cut_chunks, list_stride
 from worker.device import Completion, Deferred, StepClock
-from worker.sampler import GREEDY_TEMPERATURE, SamplingRows
-from worker.sequence import PlanSequence
-from worker.tables import SlotTables
+from worker.steps.batch import I32Array, StepBatch
+from worker.steps.sampling import GREEDY_TEMPERATURE, SamplingRows
+from worker.steps.sequence import PlanSequence
+from worker.steps.tables import SlotTables
 
 _NOTHING = np.zeros(0, np.int32)
 MASKED_IDS_PER_ROW = 1280  # stop ids that rows may forbid on average: a caller's 1024 and the model's own
@@ -368,7 +368,7 @@ def _sampling_words(plan: StepPlan) -> I32Array:
 
 
 def _logprobs(frame: Frame, rows: SamplingRows, statuses: np.ndarray) -> tuple[tuple[int, bytes], ...]:
-    """Encoded TokenLogprobs of rows that want them and have a token, as `worker.sampler.sample` gives them."""
+    """Encoded TokenLogprobs of rows that want them and have a token, as `worker.cpu.sampler.sample` gives them."""
     wanted = np.flatnonzero(rows.params["logprobs"] >= 0)
     if not len(wanted):
         return ()

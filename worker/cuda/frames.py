@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.batch import I32Array
+from worker.steps.batch import I32Array
 
 Span = tuple[int, int]  # first word and end
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from worker.cuda.load import require_cuda
-from worker.distributed import DistributedGroup, add_in_order
-from worker.parallel import Group, PeerLostError
+from worker.ranks.distributed import DistributedGroup, add_in_order
+from worker.ranks.group import Group, PeerLostError
 
 T = TypeVar("T")
 

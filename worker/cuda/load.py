@@ -6,13 +6,13 @@ import torch
 
 from proto.config import WorkerOptions
 from proto.model import ModelManifest
+from worker.cuda.ops import CudaOps
 from worker.device import DeviceError
-from worker.layers.cuda_ops import CudaOps
 from worker.loader.errors import LoadError
 from worker.loader.load import Progress, fill_dummy, load_checkpoint
 from worker.models import FAMILIES
 from worker.models.base import Model
-from worker.parallel import Group
+from worker.ranks.group import Group
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

@@ -14,10 +14,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from proto.model import ModelConfig
-from worker.attention.base import AttentionBackend, Rotation
-from worker.batch import StepBatch
+from worker.layers.attention import AttentionBackend, Rotation
 from worker.loader.load import Progress
 from worker.models.base import Model
+from worker.steps.batch import StepBatch
 
 SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 ALWAYS = 256  # tokens up to which any model has graphs

@@ -1,8 +1,8 @@
-"""`worker.random` in integer operations of torch, so that a device draws the numbers that the CPU draws."""
+"""`worker.steps.random` in integer operations of torch, so that a device draws the numbers that the CPU draws."""
 
 import torch
 
-from worker.random import MULTIPLIERS, ROUNDS, WEYL, Purpose
+from worker.steps.random import MULTIPLIERS, ROUNDS, WEYL, Purpose
 
 _LOW = 0xFFFFFFFF
 _MULTIPLIER0, _MULTIPLIER1 = (int(m) for m in MULTIPLIERS)

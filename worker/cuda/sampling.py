@@ -1,4 +1,4 @@
-"""`worker.sampler` in torch operations that neither wait for the device nor look at values: a graph can hold them.
+"""`worker.cpu.sampler` in torch operations that neither wait for the device nor look at values: a graph can hold them.
 
 Each row is computed on its own by the same arithmetic, and its random number comes from (seed, position) alone.
 B rows, padding included; V ids.
@@ -10,8 +10,8 @@ import torch
 
 from proto.messages import RowStatus
 from worker.cuda.random import uniform
-from worker.random import Purpose
-from worker.sampler import GREEDY_TEMPERATURE
+from worker.steps.random import Purpose
+from worker.steps.sampling import GREEDY_TEMPERATURE
 
 MOST_RANKED = 1024  # ids of a row that `Mode.CUT` puts in order
 _BLOCK = 256  # ids whose mass is summed before any is looked at
@@ -83,7 +83,7 @@ def _weights(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
 def _filtered(
     weights: torch.Tensor, numbers: torch.Tensor, slots: torch.Tensor, table: SamplingTable, most: int
 ) -> torch.Tensor:
-    """Filters as `worker.sampler.draw`: top_k, of that top_p, of that min_p; then one id a row, [B] int64.
+    """Filters as `worker.cpu.sampler.draw`: top_k, of that top_p, of that min_p; then one id a row, [B] int64.
 
     A row that neither cuts by rank nor by mass is drawn from in the order of ids, like one without filters. Others need
     no more than their `most` likeliest ids.

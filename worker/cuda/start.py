@@ -8,26 +8,26 @@ import torch
 
 from proto.cache import CacheGroups, longest_sequence
 from proto.config import WorkerOptions
-from worker.attention.base import AttentionShape
-from worker.attention.flashinfer import FlashInferAttention, KvFormat, Limits
-from worker.attention.flashinfer_api import FlashInferError
 from worker.cuda.device import CudaDevice, Graphs, Sizes, words_of_a_step
+from worker.cuda.flashinfer import FlashInferAttention, KvFormat, Limits
+from worker.cuda.flashinfer_api import FlashInferError
 from worker.cuda.graphs import DecodeGraphs, Progress
-from worker.cuda.law import check_law
 from worker.cuda.load import load_model, require_cuda, resolve_dtype, resolve_kv_dtype
 from worker.cuda.memory import Measured, pool_pages, used_memory
 from worker.cuda.piecewise import PiecewiseGraphs, busy_tokens, token_sizes
 from worker.cuda.sampling import Mode
+from worker.cuda.self_test import check_law
 from worker.cuda.state import SlotPages, SlotState
 from worker.cuda.step import GpuStep
 from worker.cuda.tiles import most_rows, tokens_of_a_tile
 from worker.device import DeviceError
-from worker.law import LawError
-from worker.law import step as prompts_step
+from worker.layers.attention import AttentionShape
 from worker.loader.errors import LoadError
 from worker.loader.kv_scales import kv_scales
 from worker.models.base import Model
-from worker.parallel import ALONE, Group
+from worker.ranks.group import ALONE, Group
+from worker.steps.prompts import LawError
+from worker.steps.prompts import step as prompts_step
 
 log = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from worker.attention.flashinfer import FlashInferAttention
-from worker.batch import StepBatch
+from worker.cuda.flashinfer import FlashInferAttention
 from worker.cuda.frames import Span
 from worker.cuda.piecewise import PiecewiseGraphs
 from worker.cuda.sampling import Mode, finite_rows, sample
 from worker.cuda.state import SlotState
 from worker.models.base import Model
-from worker.parallel import Group
+from worker.ranks.group import Group
+from worker.steps.batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True)

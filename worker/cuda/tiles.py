@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from proto.model import ModelConfig
-from worker.batch import I32Array, PageLists, StepBatch
+from worker.steps.batch import I32Array, PageLists, StepBatch
 
 LOWEST_TILE = 16  # query heads × tokens
 LONGEST_TILE = 512  # tokens of K and V: four warps of at most eight times 16

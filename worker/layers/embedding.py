@@ -4,7 +4,7 @@ import torch
 
 from worker.layers.ops import Ops
 from worker.layers.parameter import Parameter
-from worker.parallel import Group
+from worker.ranks.group import Group
 
 
 class Embedding:

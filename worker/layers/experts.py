@@ -4,7 +4,7 @@ import torch
 
 from worker.layers.ops import Experts, Ops, Routes
 from worker.layers.parameter import Parameter
-from worker.parallel import Group
+from worker.ranks.group import Group
 
 
 class Router:

@@ -7,7 +7,7 @@ import torch
 from worker.layers.linear import Linear, RowLinear
 from worker.layers.ops import Ops
 from worker.layers.parameter import Parameter
-from worker.parallel import Group
+from worker.ranks.group import Group
 
 
 class GatedMLP:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker.parallel import Share
+from worker.ranks.group import Share
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from proto.model import RopeConfig
-from worker.attention.base import Rotation
+from worker.layers.attention import Rotation
 
 
 class Rope:

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from worker.parallel import Share
+from worker.ranks.group import Share
 
 
 @dataclass(frozen=True, slots=True)

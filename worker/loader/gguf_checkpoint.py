@@ -10,7 +10,7 @@ from gguf.quants import dequantize
 
 from worker.loader.checkpoint import TensorInfo
 from worker.loader.errors import LoadError
-from worker.parallel import Share, whole
+from worker.ranks.group import Share, whole
 
 Type = gguf.GGMLQuantizationType
 SUPPORTED = {

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 
 from worker.loader.checkpoint import TensorInfo
 from worker.loader.errors import LoadError
-from worker.parallel import Share
+from worker.ranks.group import Share
 
 FLOATING = ("F32", "BF16", "F16")
 

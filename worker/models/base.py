@@ -5,11 +5,11 @@ from typing import ClassVar, Protocol
 import torch
 
 from proto.model import ModelConfig
-from worker.attention.base import AttentionBackend
-from worker.layers.gemm import GemmShape
+from worker.layers.attention import AttentionBackend
+from worker.layers.gemm_shape import GemmShape
 from worker.layers.ops import Ops
 from worker.layers.parameter import Parameter
-from worker.parallel import ALONE, Group
+from worker.ranks.group import ALONE, Group
 
 
 class Model(Protocol):

@@ -5,15 +5,15 @@ from typing import ClassVar
 import torch
 
 from proto.model import ModelConfig
-from worker.attention.base import AttentionBackend
+from worker.layers.attention import AttentionBackend
 from worker.layers.embedding import Embedding, Head
-from worker.layers.gemm import GemmShape
+from worker.layers.gemm_shape import GemmShape
 from worker.layers.linear import Linear, RowLinear
 from worker.layers.norm import LayerNorm
 from worker.layers.ops import Ops
 from worker.layers.parameter import Parameter
 from worker.models.llama import attention_shapes
-from worker.parallel import ALONE, Group
+from worker.ranks.group import ALONE, Group
 
 
 class Attention:

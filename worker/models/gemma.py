@@ -10,16 +10,16 @@ from typing import ClassVar
 import torch
 
 from proto.model import ModelConfig
-from worker.attention.base import AttentionBackend, Rotation
+from worker.layers.attention import AttentionBackend, Rotation
 from worker.layers.embedding import Embedding, Head
-from worker.layers.gemm import GemmShape
+from worker.layers.gemm_shape import GemmShape
 from worker.layers.mlp import GatedMLP
 from worker.layers.norm import RMSNorm
 from worker.layers.ops import Ops
 from worker.layers.parameter import Parameter
 from worker.layers.rope import Rope
 from worker.models.llama import GGUF_NAMES, HUGGING_FACE_NAMES, Attention, Llama
-from worker.parallel import ALONE, Group
+from worker.ranks.group import ALONE, Group
 
 NORM_OFFSET = 1.0
 

@@ -13,17 +13,17 @@ from typing import ClassVar
 import torch
 
 from proto.model import ModelConfig
-from worker.attention.base import AttentionBackend, Rotation
+from worker.layers.attention import AttentionBackend, Rotation
 from worker.layers.embedding import Embedding, Head
 from worker.layers.experts import Mixture
-from worker.layers.gemm import GemmShape
+from worker.layers.gemm_shape import GemmShape
 from worker.layers.linear import Linear, RowLinear
 from worker.layers.mlp import GatedMLP
 from worker.layers.norm import RMSNorm
 from worker.layers.ops import Ops
 from worker.layers.parameter import Parameter
 from worker.layers.rope import Rope
-from worker.parallel import ALONE, Group
+from worker.ranks.group import ALONE, Group
 
 # How checkpoints call the parameters: (ours, theirs), {} the number of the layer.
 HUGGING_FACE_NAMES = {

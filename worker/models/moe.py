@@ -11,11 +11,11 @@ import torch
 
 from proto.model import ModelConfig
 from worker.layers.experts import Mixture
-from worker.layers.gemm import GemmShape
+from worker.layers.gemm_shape import GemmShape
 from worker.layers.mlp import GatedMLP
 from worker.layers.ops import Ops
 from worker.models.llama import HUGGING_FACE_NAMES, Llama
-from worker.parallel import Group
+from worker.ranks.group import Group
 
 
 class Qwen3Moe(Llama):

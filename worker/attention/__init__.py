@@ -1,1 +1,0 @@
-"""Attention over paged KV memory, one backend for each kind of device."""

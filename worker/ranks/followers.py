@@ -1,0 +1,95 @@
+"""Several ranks in step: rank 0 passes on what the scheduler tells it, the others do the same and say nothing."""
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from typing import NoReturn
+
+from engine.runtime.stage import Stage
+from proto.channel import Address, encode
+from proto.ids import StageKind
+from proto.messages import Message, Reset, StepPlan, Stop
+from worker.device import Deferred, Device
+from worker.ranks.group import PeerLostError
+
+log = logging.getLogger(__name__)
+
+_BUG, _LOST = 4, 5  # exit codes beside those of `Stage.run`: the last says that another rank ended
+# The supervisor takes the first process that ends for the cause of the instance's end, and kills the others.
+_BLAME_SECONDS = 1.0
+
+
+class Followers:
+    """The other ranks, as rank 0 sees them. One without others has none to tell."""
+
+    def __init__(self, stage: Stage, size: int) -> None:
+        self._outboxes = [stage.outbox(Address(StageKind.WORKER, rank)) for rank in range(1, size)]
+
+    def tell(self, message: StepPlan | Reset) -> None:
+        """Pass a message on, before acting on it: the other ranks' part is waited for in the middle of a step.
+
+        ZeroMQ takes a thousand messages before one would wait for our own loop, and the scheduler has a few in flight.
+        """
+        if self._outboxes:
+            body = encode(message)
+            for outbox in self._outboxes:
+                outbox.send_encoded(body)
+
+
+class FollowerLoop:
+    """A rank other than 0 between its inbox and its device. Implements `engine.runtime.stage.Handler`."""
+
+    def __init__(self, stage: Stage, device: Device) -> None:
+        self._stage = stage
+        self._device = device
+        # In rank 0's order, Reset included: it was sent after rank 0 had launched the plans before it.
+        self._orders: deque[StepPlan | Reset] = deque()
+        self._launched: queue.SimpleQueue[Deferred] = queue.SimpleQueue()
+        threading.Thread(target=self._see_out, name="output", daemon=True).start()
+
+    def on_message(self, message: Message) -> None:
+        if isinstance(message, StepPlan | Reset):
+            self._orders.append(message)
+
+    def step(self, now: int) -> float | None:
+        if not self._orders:
+            return None
+        order = self._orders.popleft()
+        try:
+            if isinstance(order, Reset):
+                self._device.reset(order.epoch)
+            elif isinstance(answer := self._device.launch(order), Deferred):
+                self._launched.put(answer)
+        except PeerLostError as error:
+            end_without_peers(self._stage, error)
+        return 0.0 if self._orders else None
+
+    def counters(self) -> dict[str, float]:
+        return self._device.clock.counters()
+
+    def _see_out(self) -> None:
+        """Wait for each step as rank 0's output thread does: its host memory is free again, and the clock goes on."""
+        try:
+            while True:
+                self._launched.get().wait()
+        except Exception:
+            log.critical("the output thread dies of a bug", exc_info=True)
+            os._exit(_BUG)
+
+
+def end_without_peers(stage: Stage, error: PeerLostError) -> NoReturn:
+    """A rank alone can do nothing. Leave the blame to the one that ended first.
+
+    At a stop that was asked for, another rank may have heard of it before us, in the middle of a step.
+    """
+    end = time.monotonic() + _BLAME_SECONDS
+    while not stage.stopping and (left := end - time.monotonic()) > 0:
+        if stage.inbox.wait(left) and any(isinstance(message, Stop) for message in stage.inbox.drain()):
+            stage.stop()
+    if stage.stopping:
+        stage.exit(0)
+    log.critical("%s", error)
+    stage.exit(_LOST)

@@ -1,0 +1,139 @@
+"""A GPU that only takes the time: the metadata of every step is built for real, its arithmetic is not done.
+
+Steps queue on a virtual clock as on a stream: a step starts when it is launched or when the one before it
+ends, whichever is later, so that late wake-ups of this process never stretch the device's own time.
+"""
+
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from proto.cache import CacheGroups, longest_sequence
+from proto.channel import encode
+from proto.config import WorkerOptions
+from proto.messages import I32, StepPlan, StepResult, TokenLogprobs
+from worker.device import Completion, DeviceError, StepClock
+from worker.sim.roofline import ELEMENT_BYTES, Roofline, parse_gpu
+from worker.steps.batch import I32Array
+from worker.steps.random import U64Array
+from worker.steps.sampling import SamplingRows
+from worker.steps.sequence import PlanSequence
+from worker.steps.tables import SlotTables
+
+
+class SimulatedDevice:
+    """Implements `worker.device.Device`. `clock_ns` gives monotonic ns (tests put their own in)."""
+
+    def __init__(self, options: WorkerOptions, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        model = options.manifest.config
+        gpu = parse_gpu(options.device)
+        self.device = options.device
+        self.dtype = model.dtype if options.dtype == "auto" else options.dtype
+        if self.dtype not in ELEMENT_BYTES:
+            raise DeviceError(f"--dtype {self.dtype} is none of {', '.join(ELEMENT_BYTES)}")
+        self._roofline = Roofline(model, gpu, ELEMENT_BYTES[self.dtype])
+        self.kv_bytes_per_token = self._roofline.kv_bytes_per_token
+        self.page_size = options.page_size
+        self.vocab_size = model.vocab_size
+        wanted = min(model.max_position_embeddings, options.max_model_len or model.max_position_embeddings)
+        groups = CacheGroups.of(model, self.page_size, self.kv_bytes_per_token, wanted)
+        self.window = groups.window
+        self.num_pages, self.window_pages = self._pool_pages(options, gpu.memory, groups)
+        self.max_model_len = longest_sequence(self.num_pages, self.window, self.window_pages, self.page_size, wanted)
+        self.clock = StepClock()
+        self._clock_ns = clock_ns
+        self._sequence = PlanSequence()
+        self._tables = SlotTables(
+            max_slots=options.max_num_seqs,
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            window=self.window,
+            window_pages=self.window_pages,
+            lists_pages=False,
+        )
+        eos_ids = [i for i in options.manifest.eos_ids if i < self.vocab_size]
+        self._words = np.setdiff1d(np.arange(self.vocab_size, dtype=np.int32), np.array(eos_ids, np.int32))
+        self._eos_id = eos_ids[0] if eos_ids else None
+        self._eos_below = np.uint64(int(gpu.eos * (2**32)))
+
+    def _pool_pages(self, options: WorkerOptions, memory: float, groups: CacheGroups) -> tuple[int, int]:
+        if options.num_pages is not None:
+            return groups.beside(options.num_pages)
+        room = options.kv_bytes
+        if room is None:
+            room = int(memory * options.gpu_memory_utilization) - self._roofline.weight_bytes
+        pages = groups.divide(max(room, 0))
+        if (groups.full_layers and not pages[0]) or (groups.window and not pages[1]):
+            raise DeviceError(
+                f"--device {self.device}: {memory / 1e9:.1f} GB × {options.gpu_memory_utilization} leave no page of KV "
+                f"cache beside {self._roofline.weight_bytes / 1e9:.1f} GB of weights"
+            )
+        return pages
+
+    def reset(self, epoch: int) -> None:
+        self._sequence.reset(epoch)
+        self._tables.reset()
+
+    def launch(self, plan: StepPlan) -> Completion | None:
+        """Queue a step behind those launched before; its result is due when the device would be done."""
+        if not self._sequence.follows(plan):
+            refusal = self._sequence.refuse(plan)
+            return None if refusal is None else Completion(refusal, due=0)
+        waited = self._tables.running_through(plan)
+        batch = self._tables.apply(plan)
+        rows = self._tables.sampling_rows(batch)
+        # Here a real device gets the step. What follows is the simulation's own work, which must not count as waiting.
+        launched = self._clock_ns()
+        ids = self._invent(rows)
+        duration = int(self._roofline.seconds(batch) * 1e9)
+        start = max(launched, self.clock.free_at)
+        idle = self.clock.record(start, start + duration, waited, len(ids))
+        result = StepResult(
+            epoch=plan.epoch,
+            step=plan.step,
+            ids=ids.tobytes(),
+            counts=b"",
+            statuses=b"",
+            logprobs=self._uniform_logprobs(rows, ids),
+            device_ns=duration,
+            idle_ns=idle,
+        )
+        return Completion(result, due=start + duration)
+
+    def _invent(self, rows: SamplingRows) -> I32Array:
+        """Ids as a function of position and, unless greedy, seed; an EOS only with the probability asked for."""
+        seeds = np.where(rows.params["temperature"] > 0, rows.params["seed"], np.uint64(0))
+        numbers = scramble(seeds + rows.positions.astype(np.uint64) * _ODD)
+        ids: I32Array = self._words[(numbers >> np.uint64(32)) % np.uint64(len(self._words))]
+        if self._eos_below and self._eos_id is not None:
+            ends = ((numbers & np.uint64(0xFFFFFFFF)) < self._eos_below) & (rows.positions >= rows.params["min_len"])
+            ids[ends] = self._eos_id
+        return ids
+
+    def _uniform_logprobs(self, rows: SamplingRows, ids: I32Array) -> tuple[tuple[int, bytes], ...]:
+        """Of the distribution that words are drawn from: all alike, so the chosen and its successors stand for the top.
+
+        Encoded (row, TokenLogprobs) of the rows that want them, as the real sampler gives.
+        """
+        logprob = -math.log(len(self._words))
+        encoded = []
+        for row in np.flatnonzero(rows.params["logprobs"] >= 0).tolist():
+            count = min(int(rows.params["logprobs"][row]), self.vocab_size)
+            top = ((int(ids[row]) + np.arange(count)) % self.vocab_size).astype(I32).tobytes()
+            encoded.append((row, encode(TokenLogprobs((logprob,), (top,), ((logprob,) * count,)))))
+        return tuple(encoded)
+
+
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+def scramble(values: U64Array) -> npt.NDArray[np.uint64]:
+    """Finaliser of SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

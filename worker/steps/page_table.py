@@ -1,0 +1,171 @@
+"""The pages of every slot in one cache group, and the lists of a step that are made of them."""
+
+import numpy as np
+import numpy.typing as npt
+
+from proto.cache import window_reach
+from worker.steps.batch import I32Array, PageLists
+from worker.steps.sequence import PlanError
+
+
+class PageTable:
+    """Page ids by slot and page number.
+
+    With a window, rows' lists begin at the first page that the row's first id of the step sees: pages before it may
+    belong to others by now, though the table still names them. With a `stride`, lists begin at the multiple of it
+    before; only for a device that makes the lists itself, and names none of those pages. `lists_pages`: see
+    `SlotTables`.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int,
+        width: int,
+        num_pages: int,
+        page_size: int,
+        window: int = 0,
+        stride: int = 1,
+        lists_pages: bool = True,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.window = window
+        self._stride = stride
+        self._lists_pages = lists_pages
+        self._pages = np.zeros((slots, width), np.int32)
+        self._flat_pages = self._pages.reshape(-1)
+        self._ends = np.zeros(slots, np.int32)  # numbers after the last
+
+    # ------------------------------------------------------------------ pages of slots
+
+    def admit(self, slot: int, first: int, pages: I32Array) -> None:
+        """A request enters a slot with pages from number `first` on."""
+        end, width = first + len(pages), self._pages.shape[1]
+        if end > width:
+            raise PlanError(f"admits slot {slot} with {end} pages; {width} is the most")
+        self._check_pages(pages)
+        self._pages[slot, first:end] = pages
+        self._ends[slot] = end
+
+    def admit_behind(self, slot: int, start: int, pages: I32Array) -> None:
+        """A request enters a slot with `start` ids cached, and the pages of these that the next one sees."""
+        end, past = divmod(start, self.page_size)
+        first = max(end - window_reach(self.window, self.page_size), 0)
+        if past or end - first != len(pages):
+            raise PlanError(
+                f"admits slot {slot} with {start} ids cached, {len(pages)} pages of them in a window of {self.window}"
+            )
+        self.admit(slot, first, pages)
+
+    def append(self, slots: I32Array, pages: I32Array) -> I32Array:
+        """One more page for each slot, which may be named often; returns the page numbers."""
+        self._check_pages(pages)
+        at = self._ends[slots] + _rank_among_equals(slots)
+        if outside(at, self._pages.shape[1]):
+            raise PlanError(f"appends more than {self._pages.shape[1]} pages to slot {int(slots[at.argmax()])}")
+        self._flat_pages[self._begins(slots) + at] = pages
+        # Of equal slots the last one has the highest count, and numpy assigns in order.
+        self._ends[slots] = at + np.int32(1)
+        return at
+
+    def check_decode(self, slots: I32Array, positions: I32Array, page_index: I32Array) -> None:
+        lacking = page_index >= self._ends.take(slots)
+        if np.count_nonzero(lacking):
+            row = int(lacking.argmax())
+            raise PlanError(f"decodes slot {int(slots[row])} at position {int(positions[row])}, which has no page")
+
+    def check_prefill(self, slot: int, end: int) -> None:
+        if end > int(self._ends[slot]) * self.page_size:
+            raise PlanError(f"prefills slot {slot} up to position {end}; it has {int(self._ends[slot])} pages")
+
+    def _check_pages(self, pages: I32Array) -> None:
+        if outside(pages, self.num_pages):
+            bad = int(pages[(pages < 0) | (pages >= self.num_pages)][0])
+            raise PlanError(f"page {bad} is outside the pool 0..{self.num_pages - 1}")
+
+    # ------------------------------------------------------------------ lists of a step
+
+    def lists(
+        self,
+        slots: I32Array,
+        starts: I32Array,
+        used: I32Array,
+        token_slots: I32Array,
+        positions: I32Array,
+        page_index: I32Array,
+    ) -> PageLists:
+        """Of rows [R] in these slots that begin at positions `starts` and reach into `used` pages; their tokens [T] are
+        given by slot, position and page number."""
+        pages = self._flat_pages.take(self._begins(token_slots) + page_index)
+        first = self._first_seen(starts)
+        kv_indptr = np.zeros(len(slots) + 1, np.int32)
+        (used - self._first_listed(first)).cumsum(out=kv_indptr[1:])
+        return PageLists(
+            # page × size + position % size, without the slow remainder
+            kv_slots=(pages - page_index) * np.int32(self.page_size) + positions,
+            kv_indptr=kv_indptr,
+            kv_indices=self._list_pages(slots, first, kv_indptr),
+            first_pages=first,
+        )
+
+    def advance(
+        self, before: PageLists, slots: I32Array, positions: I32Array, entering: npt.NDArray[np.intp]
+    ) -> PageLists:
+        """Of the same decode rows one token on, of which those `entering` begin a page."""
+        kv_slots = before.kv_slots + np.int32(1)
+        first = self._first_seen(positions) if self.window else before.first_pages
+        if not len(entering) and (not self.window or np.array_equal(first, before.first_pages)):
+            return PageLists(kv_slots, before.kv_indptr, before.kv_indices, before.first_pages)
+        more = np.zeros(len(before.kv_indptr), np.int32)
+        if self.window:
+            more[1:] = self._first_listed(before.first_pages) - self._first_listed(first)
+        if len(entering):
+            more[entering + 1] += np.int32(1)
+            entered, at = slots.take(entering), positions.take(entering)
+            page_index = at // self.page_size
+            self.check_decode(entered, at, page_index)
+            kv_slots[entering] = self._flat_pages.take(self._begins(entered) + page_index) * np.int32(self.page_size)
+        kv_indptr = before.kv_indptr + more.cumsum(dtype=np.int32)
+        return PageLists(kv_slots, kv_indptr, self._list_pages(slots, first, kv_indptr), first)
+
+    def _first_seen(self, positions: I32Array) -> I32Array:
+        """Number of the first page that an id at each position sees."""
+        if not self.window:
+            return np.zeros(len(positions), np.int32)
+        first: I32Array = np.maximum((positions - np.int32(self.window - 1)) // self.page_size, 0)
+        return first
+
+    def _first_listed(self, first: I32Array) -> I32Array:
+        """Where lists begin whose rows see pages from number `first` on."""
+        return first if self._stride == 1 else first - first % np.int32(self._stride)
+
+    def _begins(self, slots: I32Array) -> npt.NDArray[np.intp]:
+        """Where the page tables of slots begin in `_flat_pages`."""
+        return slots.astype(np.intp) * self._pages.shape[1]
+
+    def _list_pages(self, slots: I32Array, first: I32Array, kv_indptr: I32Array) -> I32Array:
+        """Pages of each slot from number `first` on, one slot after another, as many as `kv_indptr` has room for."""
+        if not self._lists_pages:
+            return np.zeros(0, np.int32)  # a new one: that it is the same says that the pages are (`GpuStep`)
+        begins = self._begins(slots) - kv_indptr[:-1]
+        if self.window:
+            begins += first
+        return self._flat_pages.take(begins.repeat(np.diff(kv_indptr)) + np.arange(kv_indptr[-1]))
+
+
+def outside(values: I32Array, limit: int) -> bool:
+    """Whether some value is not in 0..limit - 1. As an unsigned number a negative one is large: one look is enough."""
+    return len(values) > 0 and int(np.maximum.reduce(values.view(np.uint32))) >= limit
+
+
+def _rank_among_equals(slots: I32Array) -> I32Array:
+    """For each element, how many equal ones stand before it."""
+    listed = slots.tolist()
+    ranks = np.zeros(len(listed), np.int32)
+    if len(set(listed)) < len(listed):
+        seen: dict[int, int] = {}
+        for i, slot in enumerate(listed):
+            ranks[i] = seen.get(slot, 0)
+            seen[slot] = int(ranks[i]) + 1
+    return ranks
