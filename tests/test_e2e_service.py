@@ -109,6 +109,7 @@ def test_reflection_lists_the_services(ring: Instance) -> None:
         services = set(database.get_services())
         assert {"quintet.v1.Inference", "quintet.v1.Control", "grpc.health.v1.Health"} <= services
         service = DescriptorPool(database).FindServiceByName("quintet.v1.Inference")
+        assert service.file.name == "quintet/v1/inference.proto"
         assert "GenerateStream" in service.methods_by_name
         for name in ("", "live", "quintet.v1.Inference"):
             reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name))

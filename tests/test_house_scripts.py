@@ -1,6 +1,7 @@
-"""scripts/setup with an interpreter that only takes notes: when it installs, and what it says when it cannot."""
+"""scripts/setup with a fake interpreter, and scripts/lint_protos with a fake npx: what they run, and what they say."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -103,3 +104,36 @@ def test_a_python_that_is_not_there_is_named(clone: Clone) -> None:
     code, err, _ = clone.setup(PYTHON="/no/such/python")
     assert code == 1
     assert "PYTHON=/no/such/python is not there" in err
+
+
+def lint_protos(path: Path, **environment: str) -> tuple[int, str]:
+    """Exit code and all output of scripts/lint_protos with the programs of one folder only."""
+    for program in ("bash", "dirname"):
+        (path / program).symlink_to(shutil.which(program) or "")
+    done = subprocess.run(
+        [ROOT / "scripts" / "lint_protos"],
+        env={"PATH": str(path), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return done.returncode, done.stdout
+
+
+def test_protos_are_linted_by_a_pinned_buf(tmp_path: Path) -> None:
+    npx = tmp_path / "npx"
+    npx.write_text('#!/bin/bash\necho "$@"; exit 3\n')
+    npx.chmod(0o755)
+    code, text = lint_protos(tmp_path)
+    assert code == 3
+    assert re.fullmatch(r"--yes --prefer-offline @bufbuild/buf@\d+\.\d+\.\d+ lint\n", text)
+
+
+def test_without_npx_the_lint_is_skipped_loudly_but_not_in_ci(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "ci").mkdir()
+    code, text = lint_protos(tmp_path / "here")
+    assert (code, text.partition(":")[0]) == (0, "skipped")
+    code, text = lint_protos(tmp_path / "ci", CI="true")
+    assert code == 1
+    assert "npx" in text

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from quintet_client.v1 import control_pb2 as quintet__client_dot_v1_dot_control__pb2
+from quintet_client.v1 import control_pb2 as quintet_dot_v1_dot_control__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ControlStub:
-    """Missing associated documentation comment in .proto file."""
+    """Informs about a running instance and steers it.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -36,53 +37,54 @@ class ControlStub:
         """
         self.GetModelInfo = channel.unary_unary(
                 '/quintet.v1.Control/GetModelInfo',
-                request_serializer=quintet__client_dot_v1_dot_control__pb2.GetModelInfoRequest.SerializeToString,
-                response_deserializer=quintet__client_dot_v1_dot_control__pb2.GetModelInfoResponse.FromString,
+                request_serializer=quintet_dot_v1_dot_control__pb2.GetModelInfoRequest.SerializeToString,
+                response_deserializer=quintet_dot_v1_dot_control__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/quintet.v1.Control/GetServerInfo',
-                request_serializer=quintet__client_dot_v1_dot_control__pb2.GetServerInfoRequest.SerializeToString,
-                response_deserializer=quintet__client_dot_v1_dot_control__pb2.GetServerInfoResponse.FromString,
+                request_serializer=quintet_dot_v1_dot_control__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=quintet_dot_v1_dot_control__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
         self.GetLoad = channel.unary_unary(
                 '/quintet.v1.Control/GetLoad',
-                request_serializer=quintet__client_dot_v1_dot_control__pb2.GetLoadRequest.SerializeToString,
-                response_deserializer=quintet__client_dot_v1_dot_control__pb2.GetLoadResponse.FromString,
+                request_serializer=quintet_dot_v1_dot_control__pb2.GetLoadRequest.SerializeToString,
+                response_deserializer=quintet_dot_v1_dot_control__pb2.GetLoadResponse.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/quintet.v1.Control/Abort',
-                request_serializer=quintet__client_dot_v1_dot_control__pb2.AbortRequest.SerializeToString,
-                response_deserializer=quintet__client_dot_v1_dot_control__pb2.AbortResponse.FromString,
+                request_serializer=quintet_dot_v1_dot_control__pb2.AbortRequest.SerializeToString,
+                response_deserializer=quintet_dot_v1_dot_control__pb2.AbortResponse.FromString,
                 _registered_method=True)
         self.FlushCache = channel.unary_unary(
                 '/quintet.v1.Control/FlushCache',
-                request_serializer=quintet__client_dot_v1_dot_control__pb2.FlushCacheRequest.SerializeToString,
-                response_deserializer=quintet__client_dot_v1_dot_control__pb2.FlushCacheResponse.FromString,
+                request_serializer=quintet_dot_v1_dot_control__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=quintet_dot_v1_dot_control__pb2.FlushCacheResponse.FromString,
                 _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/quintet.v1.Control/Drain',
-                request_serializer=quintet__client_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
-                response_deserializer=quintet__client_dot_v1_dot_control__pb2.DrainResponse.FromString,
+                request_serializer=quintet_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
+                response_deserializer=quintet_dot_v1_dot_control__pb2.DrainResponse.FromString,
                 _registered_method=True)
         self.StartProfile = channel.unary_unary(
                 '/quintet.v1.Control/StartProfile',
-                request_serializer=quintet__client_dot_v1_dot_control__pb2.StartProfileRequest.SerializeToString,
-                response_deserializer=quintet__client_dot_v1_dot_control__pb2.StartProfileResponse.FromString,
+                request_serializer=quintet_dot_v1_dot_control__pb2.StartProfileRequest.SerializeToString,
+                response_deserializer=quintet_dot_v1_dot_control__pb2.StartProfileResponse.FromString,
                 _registered_method=True)
         self.StopProfile = channel.unary_unary(
                 '/quintet.v1.Control/StopProfile',
-                request_serializer=quintet__client_dot_v1_dot_control__pb2.StopProfileRequest.SerializeToString,
-                response_deserializer=quintet__client_dot_v1_dot_control__pb2.StopProfileResponse.FromString,
+                request_serializer=quintet_dot_v1_dot_control__pb2.StopProfileRequest.SerializeToString,
+                response_deserializer=quintet_dot_v1_dot_control__pb2.StopProfileResponse.FromString,
                 _registered_method=True)
         self.WatchMetrics = channel.unary_stream(
                 '/quintet.v1.Control/WatchMetrics',
-                request_serializer=quintet__client_dot_v1_dot_control__pb2.WatchMetricsRequest.SerializeToString,
-                response_deserializer=quintet__client_dot_v1_dot_control__pb2.WatchMetricsResponse.FromString,
+                request_serializer=quintet_dot_v1_dot_control__pb2.WatchMetricsRequest.SerializeToString,
+                response_deserializer=quintet_dot_v1_dot_control__pb2.WatchMetricsResponse.FromString,
                 _registered_method=True)
 
 
 class ControlServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Informs about a running instance and steers it.
+    """
 
     def GetModelInfo(self, request, context):
         """The model that is served and the limits that its worker found.
@@ -152,48 +154,48 @@ def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
-                    request_deserializer=quintet__client_dot_v1_dot_control__pb2.GetModelInfoRequest.FromString,
-                    response_serializer=quintet__client_dot_v1_dot_control__pb2.GetModelInfoResponse.SerializeToString,
+                    request_deserializer=quintet_dot_v1_dot_control__pb2.GetModelInfoRequest.FromString,
+                    response_serializer=quintet_dot_v1_dot_control__pb2.GetModelInfoResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
-                    request_deserializer=quintet__client_dot_v1_dot_control__pb2.GetServerInfoRequest.FromString,
-                    response_serializer=quintet__client_dot_v1_dot_control__pb2.GetServerInfoResponse.SerializeToString,
+                    request_deserializer=quintet_dot_v1_dot_control__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=quintet_dot_v1_dot_control__pb2.GetServerInfoResponse.SerializeToString,
             ),
             'GetLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoad,
-                    request_deserializer=quintet__client_dot_v1_dot_control__pb2.GetLoadRequest.FromString,
-                    response_serializer=quintet__client_dot_v1_dot_control__pb2.GetLoadResponse.SerializeToString,
+                    request_deserializer=quintet_dot_v1_dot_control__pb2.GetLoadRequest.FromString,
+                    response_serializer=quintet_dot_v1_dot_control__pb2.GetLoadResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
-                    request_deserializer=quintet__client_dot_v1_dot_control__pb2.AbortRequest.FromString,
-                    response_serializer=quintet__client_dot_v1_dot_control__pb2.AbortResponse.SerializeToString,
+                    request_deserializer=quintet_dot_v1_dot_control__pb2.AbortRequest.FromString,
+                    response_serializer=quintet_dot_v1_dot_control__pb2.AbortResponse.SerializeToString,
             ),
             'FlushCache': grpc.unary_unary_rpc_method_handler(
                     servicer.FlushCache,
-                    request_deserializer=quintet__client_dot_v1_dot_control__pb2.FlushCacheRequest.FromString,
-                    response_serializer=quintet__client_dot_v1_dot_control__pb2.FlushCacheResponse.SerializeToString,
+                    request_deserializer=quintet_dot_v1_dot_control__pb2.FlushCacheRequest.FromString,
+                    response_serializer=quintet_dot_v1_dot_control__pb2.FlushCacheResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
-                    request_deserializer=quintet__client_dot_v1_dot_control__pb2.DrainRequest.FromString,
-                    response_serializer=quintet__client_dot_v1_dot_control__pb2.DrainResponse.SerializeToString,
+                    request_deserializer=quintet_dot_v1_dot_control__pb2.DrainRequest.FromString,
+                    response_serializer=quintet_dot_v1_dot_control__pb2.DrainResponse.SerializeToString,
             ),
             'StartProfile': grpc.unary_unary_rpc_method_handler(
                     servicer.StartProfile,
-                    request_deserializer=quintet__client_dot_v1_dot_control__pb2.StartProfileRequest.FromString,
-                    response_serializer=quintet__client_dot_v1_dot_control__pb2.StartProfileResponse.SerializeToString,
+                    request_deserializer=quintet_dot_v1_dot_control__pb2.StartProfileRequest.FromString,
+                    response_serializer=quintet_dot_v1_dot_control__pb2.StartProfileResponse.SerializeToString,
             ),
             'StopProfile': grpc.unary_unary_rpc_method_handler(
                     servicer.StopProfile,
-                    request_deserializer=quintet__client_dot_v1_dot_control__pb2.StopProfileRequest.FromString,
-                    response_serializer=quintet__client_dot_v1_dot_control__pb2.StopProfileResponse.SerializeToString,
+                    request_deserializer=quintet_dot_v1_dot_control__pb2.StopProfileRequest.FromString,
+                    response_serializer=quintet_dot_v1_dot_control__pb2.StopProfileResponse.SerializeToString,
             ),
             'WatchMetrics': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchMetrics,
-                    request_deserializer=quintet__client_dot_v1_dot_control__pb2.WatchMetricsRequest.FromString,
-                    response_serializer=quintet__client_dot_v1_dot_control__pb2.WatchMetricsResponse.SerializeToString,
+                    request_deserializer=quintet_dot_v1_dot_control__pb2.WatchMetricsRequest.FromString,
+                    response_serializer=quintet_dot_v1_dot_control__pb2.WatchMetricsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -204,7 +206,8 @@ def add_ControlServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Control:
-    """Missing associated documentation comment in .proto file."""
+    """Informs about a running instance and steers it.
+    """
 
     @staticmethod
     def GetModelInfo(request,
@@ -221,8 +224,8 @@ class Control:
             request,
             target,
             '/quintet.v1.Control/GetModelInfo',
-            quintet__client_dot_v1_dot_control__pb2.GetModelInfoRequest.SerializeToString,
-            quintet__client_dot_v1_dot_control__pb2.GetModelInfoResponse.FromString,
+            quintet_dot_v1_dot_control__pb2.GetModelInfoRequest.SerializeToString,
+            quintet_dot_v1_dot_control__pb2.GetModelInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -248,8 +251,8 @@ class Control:
             request,
             target,
             '/quintet.v1.Control/GetServerInfo',
-            quintet__client_dot_v1_dot_control__pb2.GetServerInfoRequest.SerializeToString,
-            quintet__client_dot_v1_dot_control__pb2.GetServerInfoResponse.FromString,
+            quintet_dot_v1_dot_control__pb2.GetServerInfoRequest.SerializeToString,
+            quintet_dot_v1_dot_control__pb2.GetServerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -275,8 +278,8 @@ class Control:
             request,
             target,
             '/quintet.v1.Control/GetLoad',
-            quintet__client_dot_v1_dot_control__pb2.GetLoadRequest.SerializeToString,
-            quintet__client_dot_v1_dot_control__pb2.GetLoadResponse.FromString,
+            quintet_dot_v1_dot_control__pb2.GetLoadRequest.SerializeToString,
+            quintet_dot_v1_dot_control__pb2.GetLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -302,8 +305,8 @@ class Control:
             request,
             target,
             '/quintet.v1.Control/Abort',
-            quintet__client_dot_v1_dot_control__pb2.AbortRequest.SerializeToString,
-            quintet__client_dot_v1_dot_control__pb2.AbortResponse.FromString,
+            quintet_dot_v1_dot_control__pb2.AbortRequest.SerializeToString,
+            quintet_dot_v1_dot_control__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -329,8 +332,8 @@ class Control:
             request,
             target,
             '/quintet.v1.Control/FlushCache',
-            quintet__client_dot_v1_dot_control__pb2.FlushCacheRequest.SerializeToString,
-            quintet__client_dot_v1_dot_control__pb2.FlushCacheResponse.FromString,
+            quintet_dot_v1_dot_control__pb2.FlushCacheRequest.SerializeToString,
+            quintet_dot_v1_dot_control__pb2.FlushCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -356,8 +359,8 @@ class Control:
             request,
             target,
             '/quintet.v1.Control/Drain',
-            quintet__client_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
-            quintet__client_dot_v1_dot_control__pb2.DrainResponse.FromString,
+            quintet_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
+            quintet_dot_v1_dot_control__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -383,8 +386,8 @@ class Control:
             request,
             target,
             '/quintet.v1.Control/StartProfile',
-            quintet__client_dot_v1_dot_control__pb2.StartProfileRequest.SerializeToString,
-            quintet__client_dot_v1_dot_control__pb2.StartProfileResponse.FromString,
+            quintet_dot_v1_dot_control__pb2.StartProfileRequest.SerializeToString,
+            quintet_dot_v1_dot_control__pb2.StartProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -410,8 +413,8 @@ class Control:
             request,
             target,
             '/quintet.v1.Control/StopProfile',
-            quintet__client_dot_v1_dot_control__pb2.StopProfileRequest.SerializeToString,
-            quintet__client_dot_v1_dot_control__pb2.StopProfileResponse.FromString,
+            quintet_dot_v1_dot_control__pb2.StopProfileRequest.SerializeToString,
+            quintet_dot_v1_dot_control__pb2.StopProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -437,8 +440,8 @@ class Control:
             request,
             target,
             '/quintet.v1.Control/WatchMetrics',
-            quintet__client_dot_v1_dot_control__pb2.WatchMetricsRequest.SerializeToString,
-            quintet__client_dot_v1_dot_control__pb2.WatchMetricsResponse.FromString,
+            quintet_dot_v1_dot_control__pb2.WatchMetricsRequest.SerializeToString,
+            quintet_dot_v1_dot_control__pb2.WatchMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from quintet_client.v1 import inference_pb2 as quintet__client_dot_v1_dot_inference__pb2
+from quintet_client.v1 import inference_pb2 as quintet_dot_v1_dot_inference__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class InferenceStub:
-    """Missing associated documentation comment in .proto file."""
+    """Generates, and turns text into token ids and back.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -36,38 +37,39 @@ class InferenceStub:
         """
         self.Generate = channel.unary_unary(
                 '/quintet.v1.Inference/Generate',
-                request_serializer=quintet__client_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=quintet__client_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+                request_serializer=quintet_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=quintet_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.GenerateStream = channel.unary_stream(
                 '/quintet.v1.Inference/GenerateStream',
-                request_serializer=quintet__client_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=quintet__client_dot_v1_dot_inference__pb2.GenerateChunk.FromString,
+                request_serializer=quintet_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=quintet_dot_v1_dot_inference__pb2.GenerateChunk.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/quintet.v1.Inference/Tokenize',
-                request_serializer=quintet__client_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
-                response_deserializer=quintet__client_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                request_serializer=quintet_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=quintet_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
         self.Detokenize = channel.unary_unary(
                 '/quintet.v1.Inference/Detokenize',
-                request_serializer=quintet__client_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
-                response_deserializer=quintet__client_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                request_serializer=quintet_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=quintet_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
         self.PinPrefix = channel.unary_unary(
                 '/quintet.v1.Inference/PinPrefix',
-                request_serializer=quintet__client_dot_v1_dot_inference__pb2.PinPrefixRequest.SerializeToString,
-                response_deserializer=quintet__client_dot_v1_dot_inference__pb2.PinPrefixResponse.FromString,
+                request_serializer=quintet_dot_v1_dot_inference__pb2.PinPrefixRequest.SerializeToString,
+                response_deserializer=quintet_dot_v1_dot_inference__pb2.PinPrefixResponse.FromString,
                 _registered_method=True)
         self.UnpinPrefix = channel.unary_unary(
                 '/quintet.v1.Inference/UnpinPrefix',
-                request_serializer=quintet__client_dot_v1_dot_inference__pb2.UnpinPrefixRequest.SerializeToString,
-                response_deserializer=quintet__client_dot_v1_dot_inference__pb2.UnpinPrefixResponse.FromString,
+                request_serializer=quintet_dot_v1_dot_inference__pb2.UnpinPrefixRequest.SerializeToString,
+                response_deserializer=quintet_dot_v1_dot_inference__pb2.UnpinPrefixResponse.FromString,
                 _registered_method=True)
 
 
 class InferenceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Generates, and turns text into token ids and back.
+    """
 
     def Generate(self, request, context):
         """Generates and answers once, with everything, at the end.
@@ -116,33 +118,33 @@ def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_unary_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=quintet__client_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
-                    response_serializer=quintet__client_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=quintet_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=quintet_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
             'GenerateStream': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateStream,
-                    request_deserializer=quintet__client_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
-                    response_serializer=quintet__client_dot_v1_dot_inference__pb2.GenerateChunk.SerializeToString,
+                    request_deserializer=quintet_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=quintet_dot_v1_dot_inference__pb2.GenerateChunk.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
-                    request_deserializer=quintet__client_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
-                    response_serializer=quintet__client_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+                    request_deserializer=quintet_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=quintet_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
             ),
             'Detokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Detokenize,
-                    request_deserializer=quintet__client_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
-                    response_serializer=quintet__client_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+                    request_deserializer=quintet_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=quintet_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
             'PinPrefix': grpc.unary_unary_rpc_method_handler(
                     servicer.PinPrefix,
-                    request_deserializer=quintet__client_dot_v1_dot_inference__pb2.PinPrefixRequest.FromString,
-                    response_serializer=quintet__client_dot_v1_dot_inference__pb2.PinPrefixResponse.SerializeToString,
+                    request_deserializer=quintet_dot_v1_dot_inference__pb2.PinPrefixRequest.FromString,
+                    response_serializer=quintet_dot_v1_dot_inference__pb2.PinPrefixResponse.SerializeToString,
             ),
             'UnpinPrefix': grpc.unary_unary_rpc_method_handler(
                     servicer.UnpinPrefix,
-                    request_deserializer=quintet__client_dot_v1_dot_inference__pb2.UnpinPrefixRequest.FromString,
-                    response_serializer=quintet__client_dot_v1_dot_inference__pb2.UnpinPrefixResponse.SerializeToString,
+                    request_deserializer=quintet_dot_v1_dot_inference__pb2.UnpinPrefixRequest.FromString,
+                    response_serializer=quintet_dot_v1_dot_inference__pb2.UnpinPrefixResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -153,7 +155,8 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """Missing associated documentation comment in .proto file."""
+    """Generates, and turns text into token ids and back.
+    """
 
     @staticmethod
     def Generate(request,
@@ -170,8 +173,8 @@ class Inference:
             request,
             target,
             '/quintet.v1.Inference/Generate',
-            quintet__client_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
-            quintet__client_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            quintet_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+            quintet_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -197,8 +200,8 @@ class Inference:
             request,
             target,
             '/quintet.v1.Inference/GenerateStream',
-            quintet__client_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
-            quintet__client_dot_v1_dot_inference__pb2.GenerateChunk.FromString,
+            quintet_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+            quintet_dot_v1_dot_inference__pb2.GenerateChunk.FromString,
             options,
             channel_credentials,
             insecure,
@@ -224,8 +227,8 @@ class Inference:
             request,
             target,
             '/quintet.v1.Inference/Tokenize',
-            quintet__client_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
-            quintet__client_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            quintet_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            quintet_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -251,8 +254,8 @@ class Inference:
             request,
             target,
             '/quintet.v1.Inference/Detokenize',
-            quintet__client_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
-            quintet__client_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            quintet_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            quintet_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -278,8 +281,8 @@ class Inference:
             request,
             target,
             '/quintet.v1.Inference/PinPrefix',
-            quintet__client_dot_v1_dot_inference__pb2.PinPrefixRequest.SerializeToString,
-            quintet__client_dot_v1_dot_inference__pb2.PinPrefixResponse.FromString,
+            quintet_dot_v1_dot_inference__pb2.PinPrefixRequest.SerializeToString,
+            quintet_dot_v1_dot_inference__pb2.PinPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -305,8 +308,8 @@ class Inference:
             request,
             target,
             '/quintet.v1.Inference/UnpinPrefix',
-            quintet__client_dot_v1_dot_inference__pb2.UnpinPrefixRequest.SerializeToString,
-            quintet__client_dot_v1_dot_inference__pb2.UnpinPrefixResponse.FromString,
+            quintet_dot_v1_dot_inference__pb2.UnpinPrefixRequest.SerializeToString,
+            quintet_dot_v1_dot_inference__pb2.UnpinPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,
