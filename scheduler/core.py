@@ -35,15 +35,15 @@ from proto.messages import (
 from scheduler.admission import Admission
 from scheduler.emit import Outbound, Outgoing
 from scheduler.lifecycle import Counts, Lifecycle
-from scheduler.pace import Pacer
 from scheduler.pages import I32Array
+from scheduler.policy import Pacer
 from scheduler.prefill import PrefillPlanner
 from scheduler.queue import Queues
 from scheduler.registry import Registry
 from scheduler.request import Request
 from scheduler.results import InFlight, Results, WorkerError
+from scheduler.rows import RowView
 from scheduler.running import Running
-from scheduler.views import RowView
 
 
 class Scheduler:
@@ -72,7 +72,7 @@ class Scheduler:
         self._pacer = Pacer()
         self._detokenizers = 1
         self._step = 0
-        self._sent_view: RowView | None = None
+        self._sent_version = 0  # of the rows that decoded in the last plan
         self._forced_at = 0  # step of the last forced preemption
         self._forced_slot = -1
 
@@ -298,8 +298,8 @@ class Scheduler:
         appended = append_slots.tobytes(), append_pages.tobytes(), b""
         if running.window is not None:
             appended = running.window.appends(append_slots, append_pages)
-        decode_slots = None if view is self._sent_view else view.slots.tobytes()
-        self._sent_view = view
+        decode_slots = None if view.version == self._sent_version else view.slots.tobytes()
+        self._sent_version = view.version
         if len(view):
             running.decoded(view)
         flight = InFlight(self._step + 1, view, [], [], 0)

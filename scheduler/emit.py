@@ -11,7 +11,7 @@ from proto.ids import StageKind
 from proto.messages import I32, U8, U32, U64, Emit, Finish, Message, Timing
 from scheduler.pages import I32Array
 from scheduler.request import Request
-from scheduler.views import RowView
+from scheduler.rows import RowView
 
 Outgoing = tuple[StageKind, int, Message]  # to whom, and what
 

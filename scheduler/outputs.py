@@ -3,10 +3,12 @@
 import mmap
 
 import numpy as np
+import numpy.typing as npt
 
 from scheduler.pages import I32Array
 from scheduler.request import ID_BYTES
-from scheduler.views import Index, RowView
+
+Index = npt.NDArray[np.intp]  # numpy gathers several times faster with its own index type
 
 _KEPT = 1 << 16  # bytes of a slot that stay resident between its requests
 _COLLECTED = 16  # steps
@@ -18,8 +20,8 @@ _LAZY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 class Outputs:
     """One array for all slots, each with room for the longest row; the system gives it memory where it is written.
 
-    Slots lie so far apart that writing one id to each of thousands costs as much as all else in a step. So ids of rows
-    that stay together are collected for some steps and then written at once, before anybody reads.
+    Slots lie pages apart, so that writing one id to each of a thousand costs as much as all else in a step. So the ids
+    of rows that stay together are collected for some steps and written at once, before they are read.
     """
 
     def __init__(self, capacity: int, longest: int) -> None:
@@ -30,8 +32,9 @@ class Outputs:
         self._known_cells = self._known.data
         self._origin = np.zeros(capacity, np.intp)  # where a row's ids would begin, did it generate its first
         self._origin_cells = self._origin.data
-        self._view: RowView | None = None  # rows whose ids are collected
-        self._first = self._known[:0]  # known ids of these before them
+        self._index: Index = self._origin[:0]  # slots of the rows whose ids are collected
+        self._version = 0  # of these rows: see `RowView`
+        self._first = self._known[:0]  # known ids of these before those collected
         self._collected: list[I32Array] = []
 
     @property
@@ -49,12 +52,12 @@ class Outputs:
         if longest * ID_BYTES > _KEPT:
             self._memory.madvise(mmap.MADV_DONTNEED, slot * self._slot_bytes, self._slot_bytes)
 
-    def take(self, view: RowView, ids: I32Array) -> I32Array:
-        """One new id for each row; returns their positions."""
-        if view is not self._view or len(self._collected) == _COLLECTED:
+    def append_ids(self, index: Index, version: int, ids: I32Array) -> I32Array:
+        """Append one id to each row of a view with these slots and this version; returns the ids' positions."""
+        if version != self._version or len(self._collected) == _COLLECTED:
             self.settle()
-            self._view = view
-            self._first = self._known.take(view.index)
+            self._index, self._version = index, version
+            self._first = self._known.take(index)
         steps = len(self._collected)
         self._collected.append(ids)
         return self._first + np.int32(steps) if steps else self._first
@@ -67,15 +70,14 @@ class Outputs:
 
     def settle(self) -> None:
         """Write what is collected."""
-        view, steps = self._view, len(self._collected)
-        if view is None:
+        steps, index = len(self._collected), self._index
+        if not steps:
             return
-        index = view.index
         cells: Index = self._origin.take(index) + self._first
         if steps == 1:
             self._ids[cells] = self._collected[0]
         else:
             self._ids[cells[:, None] + np.arange(steps)] = np.array(self._collected).T
         self._known[index] = self._first + np.int32(steps)
-        self._view = None
+        self._version = 0
         self._collected.clear()

@@ -14,6 +14,9 @@ _MIN_SPEED_SAMPLE = 64  # tokens: smaller chunks measure the launch, not the pre
 _THRASH_DECAY = 1 - 1 / 512  # per step
 _THRASH_FLOOR = 512.0  # tokens: a ratio of less work than this is noise
 _MAX_HEADROOM = 0.5
+_PACE_LEARN = 1 / 8  # weight of a new observation in predicted step times
+_MIN_MARGIN = 2_000_000  # ns: a plan's way to the worker, and a late wake-up of ours
+_MARGIN_PART = 4  # of the predicted step time: predictions err
 
 
 class OutputLengths:
@@ -89,6 +92,38 @@ class Thrash:
         if not self._preempted:
             return 0
         return int(min(self.ratio, _MAX_HEADROOM) * num_pages)
+
+
+class Pacer:
+    """Predicts when the running step ends: step time = base + tokens × slope, learned from results. All times are ns.
+
+    The plan that follows should leave late enough to know the newest requests and aborts, and early enough that the
+    device never waits for it (docs/architecture.md, 'The step protocol').
+    """
+
+    def __init__(self) -> None:
+        self._base = 0.0  # of a step without prefill
+        self._per_token = 0.0  # what a prefilled token adds
+        self._started = 0  # when the running step began
+        self._predicted = 0
+
+    def measured(self, prefill_tokens: int, device_ns: int) -> None:
+        """A step with so many prefilled tokens took so long."""
+        if not prefill_tokens:
+            self._base += (device_ns - self._base) * (_PACE_LEARN if self._base else 1)
+        else:
+            per_token = max(device_ns - self._base, 0.0) / prefill_tokens
+            self._per_token += (per_token - self._per_token) * (_PACE_LEARN if self._per_token else 1)
+
+    def started(self, prefill_tokens: int, now: int) -> None:
+        """A step began to run: the one before has ended, or there was none."""
+        self._started = now
+        self._predicted = int(self._base + self._per_token * prefill_tokens)
+
+    @property
+    def due(self) -> int:
+        """When the plan that follows the queued ones should leave."""
+        return self._started + self._predicted - max(_MIN_MARGIN, self._predicted // _MARGIN_PART)
 
 
 def expected_peak(held: npt.NDArray[np.int64], growth: npt.NDArray[np.int64]) -> int:

@@ -12,8 +12,8 @@ from scheduler.emit import BareRow, End, Outbound, StepRows
 from scheduler.lifecycle import Lifecycle
 from scheduler.pages import I32Array
 from scheduler.request import Request
+from scheduler.rows import Mask, RowView
 from scheduler.running import Running
-from scheduler.views import Mask, RowView
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ class Results:
     ) -> None:
         rows = self._running.rows
         rows.identify(view)
-        positions = rows.outputs.take(view, ids)
+        positions = rows.outputs.append_ids(view.index, view.version, ids)
         out = StepRows(flight.step, view, positions - view.prompt_lens, ids)
         for row, request in _kept(flight.firsts, keep):
             opening = self._lifecycle.open(request, now)

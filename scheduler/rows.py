@@ -1,12 +1,68 @@
 """Columns over slots: all that a step changes of every row, and nothing that it does not."""
 
-import numpy as np
+import itertools
 
-from proto.messages import I32, U32, U64
-from scheduler.outputs import Outputs
+import numpy as np
+import numpy.typing as npt
+
+from proto.messages import I32, U32, U64, column
+from scheduler.outputs import Index, Outputs
 from scheduler.pages import PAGE_ID_BYTES, I32Array
 from scheduler.request import Request
-from scheduler.views import RowView
+
+Mask = npt.NDArray[np.bool_]
+
+_versions = itertools.count(1)
+
+
+class RowView:
+    """The rows of a step in plan order, and what shows later whether they still hold their slots.
+
+    `version` is unique: two views with the same one have the same rows in the same order. What every result asks for
+    is looked up once (`Rows.identify`) and kept, since the view of a steady batch lives long.
+    """
+
+    __slots__ = (
+        "attempts",
+        "departures",
+        "detokenizers",
+        "generations",
+        "identified",
+        "index",
+        "max_lens",
+        "prompt_lens",
+        "rids",
+        "slots",
+        "version",
+    )
+
+    rids: bytes  # as they travel
+    attempts: bytes
+    detokenizers: I32Array
+    prompt_lens: I32Array
+    max_lens: I32Array
+
+    def __init__(self, slots: I32Array, index: Index, generations: I32Array, departures: int) -> None:
+        self.slots = slots
+        self.index = index  # the slots
+        self.generations = generations
+        self.departures = departures  # `Rows.departures` then: unchanged means that all rows still stand
+        self.identified = False
+        self.version = next(_versions)
+
+    def __len__(self) -> int:
+        return self.slots.size
+
+    def only(self, mask: Mask) -> "RowView":
+        part = RowView(self.slots[mask], self.index[mask], self.generations[mask], self.departures)
+        if self.identified:
+            part.identified = True
+            part.rids = column(self.rids, U64)[mask].tobytes()
+            part.attempts = column(self.attempts, U32)[mask].tobytes()
+            part.detokenizers = self.detokenizers[mask]
+            part.prompt_lens = self.prompt_lens[mask]
+            part.max_lens = self.max_lens[mask]
+        return part
 
 
 class Rows:
@@ -51,8 +107,9 @@ class Rows:
         self.requests: list[Request | None] = [None] * capacity
         self.departures = 0
         self.free = list(range(capacity - 1, -1, -1))  # slots, the next one last
-        self._view: RowView | None = None  # the rows that decode step by step
-        self._view_planned = self._planned[:0]  # theirs, in their order
+        # The rows that decode step by step, and their planned counts in their order, which lag in `_planned`.
+        self._steady: RowView | None = None
+        self._steady_planned = self._planned[:0]
 
     def enter(self, request: Request, pages: bytes) -> int:
         """Put a request into a slot with pages for all its known ids."""
@@ -108,11 +165,11 @@ class Rows:
 
     def lacking_page(self, view: RowView) -> I32Array:
         """Slots of rows whose next id begins a page that they do not have yet."""
-        if view is not self._view:
+        if self._steady is None or view.version != self._steady.version:
             self._settle()
-            self._view = view
-            self._view_planned = self._planned.take(view.index)
-        lacking: I32Array = view.slots.compress(self._view_planned == self.room.take(view.index))
+            self._steady = view
+            self._steady_planned = self._planned.take(view.index)
+        lacking: I32Array = view.slots.compress(self._steady_planned == self.room.take(view.index))
         return lacking
 
     def append(self, slots: I32Array, pages: I32Array) -> None:
@@ -124,9 +181,9 @@ class Rows:
 
     def decoded(self, view: RowView) -> I32Array:
         """One more id of each row is planned; returns how many are, in the order of the rows. Not to be written."""
-        if view is self._view:
-            self._view_planned += 1
-            return self._view_planned
+        if self._steady is not None and view.version == self._steady.version:
+            self._steady_planned += 1
+            return self._steady_planned
         self._settle()
         planned: I32Array = self._planned.take(view.index) + np.int32(1)
         self._planned[view.index] = planned
@@ -139,10 +196,10 @@ class Rows:
         return self._planned
 
     def _settle(self) -> None:
-        """Enter what is kept in the order of rows where it belongs."""
-        if self._view is not None:
-            self._planned[self._view.index] = self._view_planned
-            self._view = None
+        """Write the planned counts that are kept in the order of rows to where they belong."""
+        if self._steady is not None:
+            self._planned[self._steady.index] = self._steady_planned
+            self._steady = None
 
     def view(self, slots: I32Array) -> RowView:
         index = slots.astype(np.intp)

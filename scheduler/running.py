@@ -14,8 +14,7 @@ from scheduler.pages import PAGE_ID_BYTES, I32Array, PagePool
 from scheduler.policy import cheapest_victim, expected_peak
 from scheduler.prefix import PrefixTree
 from scheduler.request import Request, State
-from scheduler.rows import Rows
-from scheduler.views import RowView
+from scheduler.rows import Rows, RowView
 from scheduler.window import Window
 
 # Whom a preemption hurts most: interactive work is given up last.
@@ -37,8 +36,9 @@ class Running:
         self._order = np.zeros(0, np.int32)
         self._decoding = np.zeros(capacity, np.bool_)
         self._decoding_cells = self._decoding.data
-        self._view: RowView | None = None
-        self._steps_left = 0  # decode steps until the first row of the view ends by length; 0 = to be counted
+        self._view: RowView | None = None  # the whole order, as long as it stands
+        self._order_version = 0  # of the last view that was the whole order
+        self._steps_left = 0  # decode steps until the first row of the order ends by length; 0 = to be counted
 
     @property
     def count(self) -> int:
@@ -107,7 +107,7 @@ class Running:
             if request.state is State.PREFILL and request.done < request.tokens:
                 self.prefills.remove(request)
             self._decoding_cells[request.slot] = False
-        self._view = None
+        self._forget_view()
         self._released += slots
         rows.leave(slots)
 
@@ -180,20 +180,20 @@ class Running:
         joining = np.array(slots, np.int32)
         joined = np.concatenate([view.slots, joining])
         # A step may have left out some of the order, or all.
-        self._order = joined if view.slots is self._order else np.concatenate([self._order, joining])
-        self._view = None
+        self._order = joined if view.version == self._order_version else np.concatenate([self._order, joining])
+        self._forget_view()
         return self.rows.view(joined)
 
     # ---------------------------------------------------------------- decode
 
     def decode_view(self) -> RowView:
-        """Rows to decode, in order. The same object as long as they are the same."""
+        """Rows to decode, in order; the view keeps its version as long as they are the same."""
         if self._view is None:
             self._order = order = self._order.compress(self._decoding.take(self._order))
             if self.window is not None:  # rows that come from prefill hold what their last chunk saw
                 self.window.slide(order, self.rows)
             self._view = self.rows.view(order)
-            self._steps_left = 0
+            self._order_version = self._view.version
         return self._view
 
     def lacking_page(self, view: RowView) -> I32Array:
@@ -213,23 +213,28 @@ class Running:
     def stall(self, view: RowView, needy: I32Array) -> tuple[RowView, I32Array]:
         """Leave out the rows that get no page in this step."""
         left_out = needy[self.available :]
-        self._view = None  # the next step asks again
+        self._forget_view()
         return view.only(~np.isin(view.slots, left_out)), needy[: self.available]
 
     def decoded(self, view: RowView) -> None:
         """One decode step of these rows is planned. Rows whose last id it samples leave the order."""
         rows, index = self.rows, view.index
         planned = rows.decoded(view)
-        if self._steps_left > 1 and self._view is view:
+        if self._steps_left > 1:
             self._steps_left -= 1
             return
         left = rows.max_len.take(index) - planned
         ending = index.compress(left <= 1)
         if ending.size:
             self._decoding[ending] = False
-            self._view = None
-        else:
+            self._forget_view()
+        elif self._view is not None:
             self._steps_left = int(left.min()) - 1
+
+    def _forget_view(self) -> None:
+        """The order changes, or a step leaves some of it out."""
+        self._view = None
+        self._steps_left = 0
 
     # ---------------------------------------------------------------- pressure
 

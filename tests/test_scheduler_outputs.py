@@ -5,12 +5,6 @@ import random
 import numpy as np
 
 from scheduler.outputs import Outputs
-from scheduler.views import RowView
-
-
-def view_of(slots: list[int]) -> RowView:
-    array = np.array(slots, np.int32)
-    return RowView(array, array.astype(np.intp), np.zeros(len(slots), np.int32), 0)
 
 
 def test_ids_are_those_of_a_naive_model_whoever_comes_goes_and_looks() -> None:
@@ -18,7 +12,7 @@ def test_ids_are_those_of_a_naive_model_whoever_comes_goes_and_looks() -> None:
     dice, longest = random.Random(5), 40_000
     outputs = Outputs(6, longest)
     wanted: dict[int, tuple[int, list[int]]] = {}  # slot → ids known when it came, ids since
-    for _ in range(300):
+    for version in range(1, 301):
         slot = dice.randrange(6)
         if slot in wanted:
             outputs.settle()
@@ -30,10 +24,10 @@ def test_ids_are_those_of_a_naive_model_whoever_comes_goes_and_looks() -> None:
         present = dice.sample(sorted(wanted), len(wanted))
         if not present:
             continue
-        view = view_of(present)
+        index = np.array(present, np.intp)
         for _ in range(dice.randrange(1, 40)):
             ids = [dice.randrange(1, 1000) for _ in present]
-            positions = outputs.take(view, np.array(ids, np.int32))
+            positions = outputs.append_ids(index, version, np.array(ids, np.int32))
             assert positions.tolist() == [wanted[s][0] + len(wanted[s][1]) for s in present]
             for s, i in zip(present, ids, strict=True):
                 wanted[s][1].append(i)
@@ -46,5 +40,5 @@ def test_room_for_the_longest_rows_takes_no_memory_before_it_is_used() -> None:
     """4 096 slots of ten million ids: 164 GB."""
     outputs = Outputs(4096, 10_000_000)
     outputs.enter(4095, 3)
-    outputs.take(view_of([4095]), np.array([7], np.int32))
+    outputs.append_ids(np.array([4095], np.intp), 1, np.array([7], np.int32))
     assert outputs.generated(4095) == np.array([7], np.int32).tobytes()
