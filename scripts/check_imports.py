@@ -1,4 +1,4 @@
-"""Read every import of our packages and hold it against the rules of docs/architecture.md, section 8.
+"""Hold every import of our packages against the rules: who may import whom, no cycles, the worker's floors.
 
 Imports inside functions and under TYPE_CHECKING count too. Prints one line for each breach; exits 1 if there is one.
 """
@@ -7,6 +7,7 @@ import ast
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,6 +22,20 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "server": ("server", "engine.runtime", "proto", "quintet_client.v1"),
     **{stage: (stage, "engine.runtime", "proto") for stage in STAGES if stage != "server"},
 }
+# The worker from the ground up. A floor's packages and modules may import what is below, never a neighbour on their own
+# floor: no device imports another, and no layer or model imports a device.
+WORKER_FLOORS: tuple[tuple[str, ...], ...] = (
+    ("worker.device", "worker.steps"),
+    ("worker.ranks",),
+    ("worker.layers",),
+    ("worker.models",),
+    ("worker.loader",),
+    ("worker.cpu", "worker.cuda", "worker.sim"),
+    ("worker.output",),
+    ("worker.loop",),
+    ("worker.start",),
+    ("worker.__main__",),
+)
 # Third parties that belong to one place.
 RESERVED: dict[str, tuple[str, ...]] = {
     "zmq": ("proto.channel",),
@@ -78,7 +93,7 @@ def imports_of(module: str, path: Path) -> Iterator[Import]:
 
 
 def breach(found: Import) -> str:
-    """What is wrong with one import; "" when nothing is."""
+    """Say what is wrong with one import; "" when nothing is."""
     top = found.imported.partition(".")[0]
     if top in RESERVED and not is_within(found.importer, RESERVED[top]):
         return f"only {' and '.join(RESERVED[top]) or 'nobody'} may import {top}"
@@ -86,17 +101,48 @@ def breach(found: Import) -> str:
         rule = max((name for name in ALLOWED if is_within(found.importer, (name,))), key=len)
         if not is_within(found.imported, ALLOWED[rule]):
             return f"{rule} may import {', '.join(ALLOWED[rule])} of ours, not {found.imported}"
+    if top == "worker" and is_within(found.importer, ("worker",)):
+        return climb(found.importer, found.imported)
     return ""
 
 
+def climb(importer: str, imported: str) -> str:
+    """Say that an import within the worker goes up or sideways; "" when it goes down or stays in its package."""
+    floors = {place: floor for floor, places in enumerate(WORKER_FLOORS) for place in places}
+    source, target = (next((p for p in floors if is_within(name, (p,))), "") for name in (importer, imported))
+    if not source or not target:
+        return f"{imported if source else importer} has no floor in WORKER_FLOORS"
+    if source == target or floors[target] < floors[source]:
+        return ""
+    return f"{source} may import what is below it in WORKER_FLOORS, not {target}"
+
+
+def cycle(imports: list[Import], modules: set[str]) -> list[str]:
+    """Find modules that import each other in a circle, the first again at the end; [] when there are none."""
+    graph: dict[str, set[str]] = {}
+    for found in imports:
+        target = found.imported
+        while target and target not in modules:
+            target = target.rpartition(".")[0]
+        if target and target != found.importer:
+            graph.setdefault(found.importer, set()).add(target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))  # graphlib lists each before the one that imports it
+    return []
+
+
 def breaches(root: Path = ROOT) -> list[str]:
-    """One line for each import against the rules, in the order of the files."""
-    return [
-        f"{found.path.relative_to(root)}:{found.line}: {complaint}"
-        for module, path in source_files(root)
-        for found in imports_of(module, path)
-        if (complaint := breach(found))
+    """One line for each import against the rules, in the order of the files, and one for a cycle."""
+    modules = dict(source_files(root))
+    imports = [found for module, path in modules.items() for found in imports_of(module, path)]
+    lines = [
+        f"{found.path.relative_to(root)}:{found.line}: {complaint}" for found in imports if (complaint := breach(found))
     ]
+    if circle := cycle(imports, set(modules)):
+        lines.append(f"{modules[circle[0]].relative_to(root)}: import cycle: {' → '.join(circle)}")
+    return lines
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
-"""Who may import whom, read from the source: architecture, section 8."""
+"""Who may import whom, read from the source."""
 
 import ast
+import itertools
 import sys
 from pathlib import Path
 
@@ -29,6 +30,13 @@ def test_the_tree_keeps_the_rules() -> None:
         ("engine/cli/new.py", "import torch"),
         ("proto/client/quintet_client/new.py", "import proto.messages"),
         ("server/new.py", "import pickle"),
+        ("worker/layers/new.py", "from worker.cpu import ops"),
+        ("worker/models/new.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import worker.cuda.ops"),
+        ("worker/steps/new.py", "from worker.layers.norm import RmsNorm"),
+        ("worker/sim/new.py", "def f():\n    from worker.cpu.pool import KvPool"),
+        ("worker/ranks/new.py", "from worker import loop"),
+        ("worker/attic/new.py", "import worker.steps.batch"),
+        ("worker/cuda/new.py", "import worker.attic"),
     ],
 )
 def test_a_breach_is_found(tmp_path: Path, path: str, text: str) -> None:
@@ -43,7 +51,8 @@ def test_a_breach_is_found(tmp_path: Path, path: str, text: str) -> None:
         ("scheduler/new.py", "import zlib, numpy\nfrom engine.runtime.stage import Stage\nfrom . import pages"),
         ("server/new.py", "from quintet_client.v1 import inference_pb2"),
         ("engine/cli/new.py", "from quintet_client import Client\nfrom engine.runtime import stage"),
-        ("worker/layers/new.py", "import torch\nfrom ..batch import StepBatch\nfrom proto import messages"),
+        ("worker/layers/new.py", "import torch\nfrom ..steps.batch import StepBatch\nfrom proto import messages"),
+        ("worker/cuda/new.py", "from worker.cuda import ops\nfrom worker.loader import load\nimport worker.device"),
         ("proto/channel.py", "import zmq"),
     ],
 )
@@ -51,6 +60,25 @@ def test_what_is_allowed_is_not(tmp_path: Path, path: str, text: str) -> None:
     (tmp_path / path).parent.mkdir(parents=True)
     (tmp_path / path).write_text(text)
     assert breaches(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ["from proto import first", "def f():\n    import proto.first", "from . import first"])
+def test_a_cycle_is_found(tmp_path: Path, text: str) -> None:
+    (tmp_path / "proto").mkdir()
+    (tmp_path / "proto" / "first.py").write_text("if False:\n    from proto.second import thing")
+    (tmp_path / "proto" / "second.py").write_text("import proto.third")
+    (tmp_path / "proto" / "third.py").write_text("")
+    assert breaches(tmp_path) == []
+    (tmp_path / "proto" / "third.py").write_text(text)
+    (line,) = breaches(tmp_path)
+    _, _, circle = line.partition("import cycle: ")
+    names = circle.split(" → ")
+    assert names[0] == names[-1]
+    assert set(itertools.pairwise(names)) == {
+        ("proto.first", "proto.second"),
+        ("proto.second", "proto.third"),
+        ("proto.third", "proto.first"),
+    }
 
 
 def reached(start: str, modules: dict[str, Path]) -> dict[str, str]:
