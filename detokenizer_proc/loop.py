@@ -5,9 +5,8 @@ import ctypes
 from detokenizer_proc.detokenizer import Detokenizer
 from detokenizer_proc.vocabulary import read_vocabulary
 from engine.runtime.stage import Stage
-from proto.channel import Address
 from proto.config import DetokenizerOptions
-from proto.ids import StageKind, server_of
+from proto.ids import Address, StageKind, server_of
 from proto.messages import DetokenizeCall, Emit, Message
 
 

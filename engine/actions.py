@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from proto.channel import Address
+from proto.ids import Address
 from proto.messages import Stop, World
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import msgspec
 import psutil
 
-from proto.channel import Address
 from proto.config import (
     DetokenizerOptions,
     Options,
@@ -17,7 +16,7 @@ from proto.config import (
     TokenizerOptions,
     WorkerOptions,
 )
-from proto.ids import StageKind
+from proto.ids import Address, StageKind
 from proto.model import ModelManifest
 
 PAGE_SIZE = 16
@@ -50,6 +49,7 @@ class ServeConfig:
     seed: int = 0
     threads: int | None = None
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -115,17 +115,19 @@ class ServeConfig:
             return self.kv_cache_memory_bytes
         if self.on_gpu or self.gpu_memory_utilization is not None:
             return None
-        # The machine's memory is not ours alone, as a GPU's is. Workers that share the model share this too.
+        # The machine's memory is not ours alone, as a GPU's is, and all workers share it.
         total = min(_CPU_KV_BYTES, int(_CPU_KV_SHARE * psutil.virtual_memory().available))
-        return total // self.tensor_parallel_size
+        return total // (self.data_parallel_size * self.tensor_parallel_size)
 
     @property
     def addresses(self) -> list[Address]:
-        """Every stage of the instance."""
+        """Every stage of the instance, replica by replica."""
         servers = [Address(StageKind.SERVER, index) for index in range(self.num_servers)]
-        workers = [Address(StageKind.WORKER, rank) for rank in range(self.tensor_parallel_size)]
-        tokenizer, scheduler = Address(StageKind.TOKENIZER, 0), Address(StageKind.SCHEDULER, 0)
-        return [*servers, tokenizer, scheduler, *workers, Address(StageKind.DETOKENIZER, 0)]
+        replicas: list[Address] = []
+        for replica in range(self.data_parallel_size):
+            replicas.append(Address(StageKind.SCHEDULER, replica))
+            replicas += (Address(StageKind.WORKER, replica, rank) for rank in range(self.tensor_parallel_size))
+        return [*servers, Address(StageKind.TOKENIZER, 0), *replicas, Address(StageKind.DETOKENIZER, 0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,7 @@ def stage_config(config: ServeConfig, around: Surroundings, address: Address, in
     return StageConfig(
         kind=address.kind,
         index=address.index,
+        rank=address.rank,
         incarnation=incarnation,
         supervisor_incarnation=around.supervisor_incarnation,
         run_dir=around.run_dir,
@@ -179,7 +182,7 @@ def _options(config: ServeConfig, around: Surroundings, kind: StageKind) -> Opti
                 reuse_port=True,
                 served_model_names=config.names,
                 num_tokenizers=1,
-                num_schedulers=1,
+                num_schedulers=config.data_parallel_size,
                 num_detokenizers=1,
                 max_in_flight_requests=config.max_in_flight_requests,
                 max_in_flight_bytes=config.max_in_flight_bytes,

@@ -26,6 +26,7 @@ class StageProcess(TypedDict):
 
     kind: str
     index: int
+    rank: int
     pid: int
     title: str
 

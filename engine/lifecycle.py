@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from engine.actions import Action, Announce, Kill, Say, Start, Tell
-from engine.runtime.stage import SUPERVISOR
 from engine.stages import Stage, Vitals
 from engine.wording import advise, describe_end, describe_progress
-from proto.channel import Address
-from proto.ids import StageKind
+from proto.ids import SUPERVISOR, Address, StageKind
 from proto.messages import (
     SCHEMA_HASH,
     Drained,
@@ -264,7 +262,7 @@ class Lifecycle:
 
     def _on_heartbeat(self, stage: Stage, counters: dict[str, float]) -> None:
         before, stage.counters = stage.counters, counters
-        worker = self.stages.get(Address(StageKind.WORKER, stage.address.index))
+        worker = self.stages.get(Address(StageKind.WORKER, stage.address.replica, rank=0))
         if stage.address.kind is not StageKind.SCHEDULER or worker is None:
             return
         # A worker may speak while its device hangs, or wait for a plan that was lost: the scheduler knows.

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from engine.runtime.stage import title_of
-from proto.channel import Address
+from proto.ids import Address
 from proto.messages import Facts, StageInfo, StageState
 
 
@@ -43,7 +42,7 @@ class Stage:
 
     @property
     def title(self) -> str:
-        return title_of(self.address.kind, self.address.index)
+        return self.address.title
 
     @property
     def lives(self) -> bool:
@@ -51,11 +50,9 @@ class Stage:
 
     def info(self) -> StageInfo:
         return StageInfo(
-            kind=self.address.kind,
-            index=self.address.index,
+            address=self.address,
             incarnation=self.incarnation,
             pid=self.pid,
-            title=self.title,
             state=self.state,
             facts=self.facts,
             rss_bytes=self.rss_bytes,

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
-from setproctitle import setproctitle
 
 from engine.actions import Action, Announce, Kill, Say, Start, Tell
 from engine.config import MODULES, ServeConfig, Surroundings, command_line, stage_config
@@ -23,10 +22,10 @@ from engine.port import Port, PortError
 from engine.preparation import PreparationError, prepare_model
 from engine.processes import DeathPipe, Process, look_at
 from engine.rundir import RunDir, RunDirError
-from engine.runtime.stage import SUPERVISOR, title_of
+from engine.runtime.stage import set_title
 from engine.signals import Signals
-from proto.channel import Address, ChannelError, Context, Inbox, Outbox
-from proto.ids import StageKind
+from proto.channel import ChannelError, Context, Inbox, Outbox
+from proto.ids import SUPERVISOR, Address, StageKind
 from proto.model import ModelManifest
 
 _INCARNATION = 1
@@ -38,7 +37,7 @@ _DRAFT = ".part"
 
 def serve(config: ServeConfig, modules: Mapping[StageKind, str] = MODULES) -> int:
     """Run an instance until it ends; returns the exit code. `modules` are what the stages run."""
-    setproctitle(title_of(StageKind.SUPERVISOR, 0))
+    set_title(SUPERVISOR)
     console = Console()
     try:
         return _serve(config, modules, console, Signals())
@@ -248,7 +247,13 @@ class Supervisor:
             "pid": os.getpid(),
             "run_dir": self._around.run_dir,
             "stages": [
-                {"kind": stage.address.kind.label, "index": stage.address.index, "pid": stage.pid, "title": stage.title}
+                {
+                    "kind": stage.address.kind.label,
+                    "index": stage.address.index,
+                    "rank": stage.address.rank,
+                    "pid": stage.pid,
+                    "title": stage.title,
+                }
                 for stage in stages
             ],
         }

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from proto.ids import StageKind
+from proto.ids import Address, StageKind
 from proto.messages import INBOXES, Message, Stop, World
 
 # sun_path holds 108 bytes with its terminator.
@@ -30,22 +30,12 @@ _CONTROL = (World, Stop)  # read before all else
 # As plain ints: pyzmq's enums cost a microsecond each time they are combined.
 _EVENTS, _READABLE, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 
-# sender kind, sender index, sender incarnation, addressee incarnation (0 = whoever it is)
-_HEADER = struct.Struct("<BBII")
+# Kind, index, rank and incarnation of the sender; incarnation of the addressee (0 = whoever it is).
+_HEADER = struct.Struct("<BBBII")
 
 
 class ChannelError(RuntimeError):
     """An inbox could not be bound, or a peer of our schema sent what cannot be decoded."""
-
-
-class Address(msgspec.Struct, frozen=True):
-    """One stage of this instance."""
-
-    kind: StageKind
-    index: int
-
-    def __str__(self) -> str:
-        return f"{self.kind.label}-{self.index}"
 
 
 def inbox_path(run_dir: str, address: Address) -> str:
@@ -100,7 +90,7 @@ class Inbox:
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._decoder = msgspec.msgpack.Decoder(INBOXES[address.kind])
         self._incarnation = incarnation
-        self._newest: dict[tuple[int, int], int] = {}
+        self._newest: dict[tuple[int, int, int], int] = {}  # by kind, index and rank
         self.address = address
         self.dropped_stale = 0
 
@@ -148,9 +138,9 @@ class Inbox:
 
     def _decode(self, frame: bytes) -> tuple[Address, Message] | None:
         try:
-            kind, index, sender, addressee = _HEADER.unpack_from(frame)
-            address = _address(kind, index)
-            newest = self._newest.get((kind, index), 0)
+            kind, index, rank, sender, addressee = _HEADER.unpack_from(frame)
+            address = _address(kind, index, rank)
+            newest = self._newest.get((kind, index, rank), 0)
             if sender < newest or addressee not in (0, self._incarnation):
                 self.dropped_stale += 1
                 return None
@@ -158,12 +148,12 @@ class Inbox:
         except (struct.error, ValueError, msgspec.DecodeError) as error:
             raise ChannelError(f"{self.address} got a message that it cannot decode: {error}") from error
         if sender > newest:
-            self._newest[kind, index] = sender
+            self._newest[kind, index, rank] = sender
         return address, message
 
     def learn(self, address: Address, incarnation: int) -> None:
         """From now on drop what older incarnations of a stage sent."""
-        key = (int(address.kind), address.index)
+        key = (int(address.kind), address.index, address.rank)
         self._newest[key] = max(self._newest.get(key, 0), incarnation)
 
     def close(self) -> None:
@@ -183,7 +173,7 @@ class Outbox:
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.connect("ipc://" + inbox_path(run_dir, to))
         self._encoder = msgspec.msgpack.Encoder()
-        self._sender = (int(sender.kind), sender.index, incarnation)
+        self._sender = (int(sender.kind), sender.index, sender.rank, incarnation)
         self._overflow: deque[bytes] = deque()
         self.to = to
         self.address_incarnation(0)
@@ -231,8 +221,8 @@ def hand_over(outboxes: Collection[Outbox], patience: float) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _address(kind: int, index: int) -> Address:
-    return Address(StageKind(kind), index)
+def _address(kind: int, index: int, rank: int) -> Address:
+    return Address(StageKind(kind), index, rank)
 
 
 def encode(message: Message) -> bytes:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from proto.ids import StageKind
+from proto.ids import Address, StageKind
 from proto.model import ModelManifest
 
 
@@ -64,7 +64,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     enforce_eager: bool = False  # cuda: no CUDA graphs
     kv_cache_dtype: str = "auto"  # cuda: of K and V in memory, "auto" (as `dtype`) or "fp8_e4m3"
     deterministic: bool = False  # cuda: logits do not depend on the batch; elsewhere they never do
-    tensor_parallel_size: int = 1  # ranks that share the model; this one's number is the stage's index
+    tensor_parallel_size: int = 1  # ranks that share the model; this one's is in the stage's address
 
 
 Options = ServerOptions | TokenizerOptions | DetokenizerOptions | SchedulerOptions | WorkerOptions
@@ -82,13 +82,18 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Everything that one stage is told at its start."""
 
     kind: StageKind
-    index: int  # of a worker its rank, since there is one replica so far
+    index: int  # see `Address`
+    rank: int = 0
     incarnation: int  # counts up over all starts of an instance
     supervisor_incarnation: int
     run_dir: str
     death_fd: int  # read end of the supervisor's death pipe; -1 = started by hand
     log_level: str
     options: msgspec.Raw  # of the kind's own type, see `options_of`
+
+    @property
+    def address(self) -> Address:
+        return Address(self.kind, self.index, self.rank)
 
 
 def load_config(path: str) -> StageConfig:

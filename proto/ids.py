@@ -2,6 +2,8 @@
 
 from enum import IntEnum
 
+import msgspec
+
 
 class StageKind(IntEnum):
     """The kinds of process. The values travel in every frame's header."""
@@ -17,6 +19,41 @@ class StageKind(IntEnum):
     def label(self) -> str:
         """Lower-case name, as in inbox names and process titles."""
         return self.name.lower()
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """One process of an instance.
+
+    A replica is one scheduler and its worker, and a worker is one process per rank.
+    """
+
+    kind: StageKind
+    index: int  # among its kind; of a scheduler or worker, the replica
+    rank: int = 0  # of a worker's process
+
+    @property
+    def replica(self) -> int:
+        """The replica that a scheduler or worker belongs to."""
+        return self.index
+
+    @property
+    def title(self) -> str:
+        """Name of the process in ps, top and profilers."""
+        match self.kind:
+            case StageKind.SUPERVISOR:
+                return "quintet supervisor"
+            case StageKind.WORKER:
+                return f"quintet worker {self.index} rank {self.rank}"
+            case _:
+                return f"quintet {self.kind.label} {self.index}"
+
+    def __str__(self) -> str:
+        """Name of its inbox."""
+        name = f"{self.kind.label}-{self.index}"
+        return f"{name}-{self.rank}" if self.kind is StageKind.WORKER else name
+
+
+SUPERVISOR = Address(StageKind.SUPERVISOR, 0)
 
 
 # A rid is server index (8 bits) | server incarnation (24 bits) | counter (32 bits), so that a

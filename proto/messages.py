@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from proto.ids import StageKind
+from proto.ids import Address, StageKind
 
 I32 = np.dtype("<i4")
 U32 = np.dtype("<u4")
@@ -465,11 +465,9 @@ class StageState(IntEnum):
 
 
 class StageInfo(Message, frozen=True, tag="stage"):
-    kind: StageKind
-    index: int
+    address: Address
     incarnation: int
     pid: int
-    title: str
     state: StageState
     facts: Facts
     rss_bytes: int
@@ -512,9 +510,9 @@ INBOXES: dict[StageKind, Any] = {
 def _describe() -> str:
     """Golden listing of every message: one line each, fields in wire order."""
     lines = []
-    for kind in sorted(_subclasses(Message), key=lambda c: c.__name__):
-        info = msgspec.structs.fields(kind)
-        fields = ", ".join(f"{f.name}: {f.type}" for f in info)
+    kinds: list[type[msgspec.Struct]] = [Address, *_subclasses(Message)]
+    for kind in sorted(kinds, key=lambda c: c.__name__):
+        fields = ", ".join(f"{f.name}: {f.type}" for f in msgspec.structs.fields(kind))
         lines.append(f"{kind.__name__}[{kind.__struct_config__.tag}]({fields})")
     return "\n".join(lines) + "\n"
 

@@ -237,7 +237,7 @@ class Scheduler:
             self._out.send(StageKind.SERVER, server_of(rids[0]), reply)
 
     def _on_world(self, world: World) -> None:
-        detokenizers = sum(info.kind is StageKind.DETOKENIZER for info in world.stages)
+        detokenizers = sum(info.address.kind is StageKind.DETOKENIZER for info in world.stages)
         self._detokenizers = max(self._detokenizers, detokenizers)
         for request in self._registry.learn(world):
             self.counts.aborted += 1

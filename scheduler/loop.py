@@ -5,9 +5,8 @@ from collections import deque
 
 from engine.runtime.garbage import tame_gc
 from engine.runtime.stage import Stage, is_ready
-from proto.channel import Address
 from proto.config import SchedulerOptions
-from proto.ids import StageKind
+from proto.ids import Address, StageKind
 from proto.messages import Message, StageInfo, StepPlan, StepResult, WorkerFacts, World
 from scheduler.core import Scheduler
 
@@ -15,7 +14,7 @@ _SMOOTHING = 1 / 64
 
 
 class WorkerLostError(RuntimeError):
-    """The worker that this scheduler planned for is gone, and its pages with it."""
+    """A rank of the worker that this scheduler planned for is gone, and its pages with it."""
 
 
 class SchedulerLoop:
@@ -28,8 +27,8 @@ class SchedulerLoop:
         self._stage = stage
         self._options = options
         self._scheduler: Scheduler | None = None
-        self._worker_incarnation = 0
-        self._worker = stage.outbox(Address(StageKind.WORKER, stage.address.index))
+        self._incarnations: dict[int, int] = {}  # of the worker, by rank
+        self._worker = stage.outbox(Address(StageKind.WORKER, stage.address.replica, rank=0))
         self._early: list[Message] = []  # came before the worker was ready
         self._plan_ns = 0.0
         self._sent_at: deque[int] = deque()  # monotonic ns, of plans whose results are awaited
@@ -81,17 +80,23 @@ class SchedulerLoop:
         return plan
 
     def _watch_worker(self) -> None:
-        worker = self._stage.find(StageKind.WORKER, self._stage.address.index)
-        if self._scheduler is None:
-            if worker is not None and is_ready(worker):
-                self._begin(worker)
-            return
-        if worker is None or worker.incarnation != self._worker_incarnation:
-            raise WorkerLostError(f"worker {self._stage.address.index} was replaced or is gone")
+        replica = self._stage.address.replica
+        ranks = {
+            info.address.rank: info
+            for info in self._stage.world.stages
+            if info.address.kind is StageKind.WORKER and info.address.replica == replica
+        }
+        incarnations = {rank: info.incarnation for rank, info in ranks.items()}
+        if self._scheduler is not None:
+            if incarnations != self._incarnations:
+                raise WorkerLostError(f"a rank of worker {replica} was replaced or is gone")
+        elif ranks and all(is_ready(info) for info in ranks.values()):
+            self._incarnations = incarnations
+            self._begin(ranks[0])
 
     def _begin(self, worker: StageInfo) -> None:
+        """Build the scheduler on what rank 0 of its worker found."""
         assert isinstance(worker.facts, WorkerFacts)
-        self._worker_incarnation = worker.incarnation
         scheduler = Scheduler(self._options, worker.facts, self._stage.config.incarnation)
         self._worker.send(scheduler.reset)
         now = time.monotonic_ns()

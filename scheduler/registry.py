@@ -48,11 +48,11 @@ class Registry:
         """Adopt who lives; returns the requests whose server has died."""
         changed = False
         for info in world.stages:
-            if info.kind is not StageKind.SERVER:
+            if info.address.kind is not StageKind.SERVER:
                 continue
             life = ServerLife(info.incarnation, info.state is StageState.DEAD)
-            if self._servers.get(info.index) != life:
-                self._servers[info.index] = life
+            if self._servers.get(info.address.index) != life:
+                self._servers[info.address.index] = life
                 changed = True
         if not changed:
             return []

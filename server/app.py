@@ -10,8 +10,9 @@ import uvloop
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
-from engine.runtime.stage import SUPERVISOR, Stage
+from engine.runtime.stage import Stage
 from proto.config import ServerOptions
+from proto.ids import SUPERVISOR
 from proto.messages import I32, RequestParams, Sampling, ServerFacts, Serving, WorkClass
 from server import control, inference
 from server.edge import Edge, spare_full_collections

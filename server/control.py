@@ -8,8 +8,7 @@ from importlib import metadata
 import google.protobuf
 import grpc
 
-from proto.channel import Address
-from proto.ids import StageKind
+from proto.ids import Address, StageKind
 from proto.messages import SCHEMA_HASH, Flush, FlushReply, StageInfo, StageState
 from quintet_client.v1 import control_pb2 as pb
 from server import limits, rpc
@@ -125,7 +124,7 @@ class ControlService:
 
     async def get_load(self, _request: pb.GetLoadRequest, _context: Context) -> pb.GetLoadResponse:
         admission = self._edge.record.admission
-        schedulers = [info for info in self._edge.stage.world.stages if info.kind is StageKind.SCHEDULER]
+        schedulers = [info for info in self._edge.stage.world.stages if info.address.kind is StageKind.SCHEDULER]
         return pb.GetLoadResponse(
             in_flight_requests=admission.requests,
             in_flight_bytes=admission.bytes,
@@ -159,10 +158,11 @@ class ControlService:
 
 def _process(info: StageInfo) -> pb.Process:
     return pb.Process(
-        kind=_KINDS[info.kind],
-        index=info.index,
+        kind=_KINDS[info.address.kind],
+        index=info.address.index,
+        rank=info.address.rank,
         pid=info.pid,
-        title=info.title,
+        title=info.address.title,
         state=_STATES[info.state],
         rss_bytes=info.rss_bytes,
         cpu_seconds=info.cpu_seconds,
@@ -177,7 +177,7 @@ def _replica(info: StageInfo) -> pb.ReplicaLoad:
 
     asked = info.counters.get("prefix_query_tokens", 0.0)
     return pb.ReplicaLoad(
-        index=info.index,
+        index=info.address.replica,
         running=count("running"),
         waiting=count("waiting"),
         pages_total=count("pages_total"),

@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from engine.runtime.stage import SUPERVISOR, Stage
-from proto.channel import Address, ChannelError
+from engine.runtime.stage import Stage
+from proto.channel import ChannelError
 from proto.config import ServerOptions
+from proto.ids import SUPERVISOR, Address
 from proto.messages import (
     Accepted,
     CensusReply,
@@ -65,7 +66,7 @@ class Edge:
         self.options = options
         self.record = Record(stage.config.index, stage.config.incarnation, options)
         self.calls = Calls()
-        self.readiness = Readiness(options)
+        self.readiness = Readiness()
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()  # exit code
         self.phase_changed = asyncio.Event()
         self._phase = self.readiness.phase

@@ -2,9 +2,8 @@
 
 from enum import Enum
 
-from proto.channel import Address
-from proto.config import ServerOptions
-from proto.ids import StageKind
+from engine.runtime.stage import is_ready
+from proto.ids import Address, StageKind
 from proto.messages import StageInfo, StageState, World
 from server.limits import ModelFacts, facts_of
 from server.status import UnavailableError
@@ -20,20 +19,14 @@ class Phase(Enum):
     FAILED = "failing"
 
 
+# Kinds of process that a request passes through behind this one.
+_RING = (StageKind.TOKENIZER, StageKind.SCHEDULER, StageKind.WORKER, StageKind.DETOKENIZER)
+
+
 class Readiness:
     """Follows World snapshots; `warmed` is called when a token has gone round the ring."""
 
-    def __init__(self, options: ServerOptions) -> None:
-        self._ring = [
-            Address(kind, index)
-            for kind, count in (
-                (StageKind.TOKENIZER, options.num_tokenizers),
-                (StageKind.SCHEDULER, options.num_schedulers),
-                (StageKind.WORKER, options.num_schedulers),
-                (StageKind.DETOKENIZER, options.num_detokenizers),
-            )
-            for index in range(count)
-        ]
+    def __init__(self) -> None:
         self._incarnations: dict[Address, int] = {}
         self._all_ready = False
         self._warm = False
@@ -58,30 +51,30 @@ class Readiness:
 
     def on_world(self, world: World) -> str:
         """Adopt a snapshot. Returns what broke since the last one, so that its requests are lost; "" = nothing."""
-        infos = {Address(info.kind, info.index): info for info in world.stages}
-        ring = {address: infos[address] for address in self._ring if address in infos}
+        ring = [info for info in world.stages if info.address.kind in _RING]
         broken = self._find_broken(ring)
         news = broken or ("" if self.failure else world.failure)
-        self.failure = world.failure or next((f"{a} is dead" for a in ring if _is(ring[a], StageState.DEAD)), "")
+        dead = [f"{info.address.title} is dead" for info in ring if info.state is StageState.DEAD]
+        self.failure = world.failure or (dead[0] if dead else "")
         if news or self.failure:
             self._warm = False
         self._draining = world.draining
-        self._all_ready = len(ring) == len(self._ring) and all(_is(i, StageState.READY) for i in ring.values())
+        self._all_ready = bool(ring) and all(is_ready(info) for info in ring)
         self.facts = facts_of(world.stages) or self.facts
         return news
 
-    def _find_broken(self, ring: dict[Address, StageInfo]) -> str:
+    def _find_broken(self, ring: list[StageInfo]) -> str:
         """What died, or died and was replaced between two snapshots."""
         broken = ""
-        for address, info in ring.items():
-            known = self._incarnations.get(address)
-            dead = _is(info, StageState.DEAD)
+        for info in ring:
+            known = self._incarnations.get(info.address)
+            dead = info.state is StageState.DEAD
             if known is not None and (dead or info.incarnation != known):
-                broken = f"{address} died"
+                broken = f"{info.address.title} died"
             if dead:
-                self._incarnations.pop(address, None)
+                self._incarnations.pop(info.address, None)
             else:
-                self._incarnations[address] = info.incarnation
+                self._incarnations[info.address] = info.incarnation
         return broken
 
     def warmed(self) -> None:
@@ -94,7 +87,3 @@ class Readiness:
             detail = f": {self.failure}" if self.failure else ""
             raise UnavailableError(f"{self.phase.value}{detail}")
         return self.facts
-
-
-def _is(info: StageInfo, state: StageState) -> bool:
-    return info.state is state

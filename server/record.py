@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from proto.channel import Address
 from proto.config import ServerOptions
-from proto.ids import StageKind, make_rid
+from proto.ids import Address, StageKind, make_rid
 from proto.messages import (
     U32,
     U64,
@@ -211,7 +210,7 @@ class Record:
         live = [generation for generation in self._open.values() if not generation.over]
         out = []
         for scheduler in self._schedulers:
-            rids, attempts = _columns(g for g in live if g.replica in (-1, scheduler.index))
+            rids, attempts = _columns(g for g in live if g.replica in (-1, scheduler.replica))
             out.append(Outgoing(scheduler, Census(server=self._index, rids=rids, attempts=attempts)))
         return out
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from proto.config import SchedulerOptions
-from proto.ids import StageKind, make_rid
+from proto.ids import Address, StageKind, make_rid
 from proto.messages import (
     U8,
     U32,
@@ -124,11 +124,9 @@ def make_abort(*requests: tuple[int, int]) -> Abort:
 
 def make_stage(kind: StageKind, index: int, incarnation: int, state: StageState = StageState.READY) -> StageInfo:
     return StageInfo(
-        kind=kind,
-        index=index,
+        address=Address(kind, index),
         incarnation=incarnation,
         pid=1,
-        title="",
         state=state,
         facts=None,
         rss_bytes=0,

@@ -15,9 +15,9 @@ import numpy as np
 import uvloop
 
 from engine.runtime.stage import Stage
-from proto.channel import Address, Context, Inbox, Outbox
+from proto.channel import Context, Inbox, Outbox
 from proto.config import ServerOptions, StageConfig
-from proto.ids import StageKind
+from proto.ids import Address, StageKind
 from proto.messages import (
     I32,
     U64,
@@ -129,11 +129,9 @@ def make_world(
     return World(
         stages=tuple(
             StageInfo(
-                kind=kind,
-                index=0,
+                address=Address(kind, 0),
                 incarnation=1 if kind is StageKind.SERVER else incarnation,
                 pid=1000 + kind,
-                title=f"quintet {kind.label} 0",
                 state=StageState.DEAD if kind is dead else state,
                 facts=facts.get(kind),
                 rss_bytes=1 << 20,

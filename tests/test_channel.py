@@ -12,8 +12,8 @@ import pytest
 import zmq
 
 from proto import channel
-from proto.channel import Address, ChannelError, Context, Inbox, Outbox, hand_over, inbox_path
-from proto.ids import StageKind
+from proto.channel import ChannelError, Context, Inbox, Outbox, hand_over, inbox_path
+from proto.ids import Address, StageKind
 from proto.messages import Census, Flush, Message, Reset, Stop, World
 
 SCHEDULER = Address(StageKind.SCHEDULER, 0)
@@ -128,7 +128,7 @@ def test_drain_keeps_its_limit_and_forgets_nothing(ring: Ring) -> None:
 
 def test_a_live_inbox_cannot_be_bound_twice(ring: Ring) -> None:
     inbox = ring.inbox(WORKER)
-    with pytest.raises(ChannelError, match="worker-0 is held by a live process"):
+    with pytest.raises(ChannelError, match="worker-0-0 is held by a live process"):
         ring.inbox(WORKER)
     inbox.close()
     ring.inbox(WORKER).close()
@@ -144,7 +144,7 @@ def test_a_live_inbox_of_another_process_cannot_be_bound(ring: Ring) -> None:
 
 
 def test_a_long_path_is_refused_with_its_length(ring: Ring) -> None:
-    run_dir = "/tmp/" + "x" * 95
+    run_dir = "/tmp/" + "x" * 93
     assert len(inbox_path(run_dir[:-3], WORKER)) <= channel.MAX_IPC_PATH
     with pytest.raises(ChannelError, match=r"is 109 bytes; ipc holds 107"):
         inbox_path(run_dir, WORKER)
@@ -188,7 +188,7 @@ def test_what_cannot_be_decoded_is_an_error(ring: Ring, body: bytes) -> None:
     inbox = ring.inbox(WORKER)
     ring.outbox(SCHEDULER, WORKER).send_encoded(body)
     inbox.wait(1.0)
-    with pytest.raises(ChannelError, match="worker-0 got a message that it cannot decode"):
+    with pytest.raises(ChannelError, match="worker-0-0 got a message that it cannot decode"):
         inbox.drain()
 
 
@@ -310,7 +310,7 @@ os.setgroups([]); os.setgid(65534); os.setuid(USER)
 socket = zmq.Context().socket(zmq.PUSH)
 socket.linger = 300
 socket.connect("ipc://{inbox_path(ring.run_dir, WORKER)}")
-socket.send({channel._HEADER.pack(3, 0, 1, 0) + channel.encode(Reset(1))!r}, zmq.NOBLOCK)
+socket.send({channel._HEADER.pack(3, 0, 0, 1, 0) + channel.encode(Reset(1))!r}, zmq.NOBLOCK)
 """
     for user, arrives in ((65534, False), (0, True)):
         code = send.replace("USER", str(user))

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from proto.channel import Address, Context, Inbox, decode_as
+from proto.channel import Context, Inbox, decode_as
 from proto.config import WorkerOptions
-from proto.ids import StageKind
+from proto.ids import Address, StageKind
 from proto.messages import Desync, Finish, RowStatus, Sampling, StepPlan, StepResult, TokenLogprobs, column
 from proto.model import ModelConfig, RopeConfig
 from scripts.gpu.speed import LLAMA_8B, QWEN3_06B

@@ -15,9 +15,9 @@ from engine.cli import main, serve
 from engine.config import ServeConfig, Surroundings, command_line, stage_config
 from engine.port import Port, PortError
 from engine.rundir import RunDir, RunDirError
-from proto.channel import MAX_IPC_PATH, Address, inbox_path
+from proto.channel import MAX_IPC_PATH, inbox_path
 from proto.config import SchedulerOptions, ServerOptions, WorkerOptions, load_config, options_of
-from proto.ids import StageKind
+from proto.ids import Address, StageKind
 from tests.engine_fakes.fake_serve import MANIFEST
 
 
@@ -156,7 +156,7 @@ def test_every_running_row_fits_in_a_step() -> None:
 def test_a_document_can_be_read_back(tmp_path: Path) -> None:
     around = Surroundings(MANIFEST, port=1, run_dir="/run/q", death_fd=9, supervisor_incarnation=1)
     document = stage_config(parse(), around, Address(StageKind.WORKER, 0), incarnation=5)
-    path = tmp_path / "worker-0.json"
+    path = tmp_path / "worker-0-0.json"
     path.write_bytes(msgspec.json.encode(document))
     assert options_of(load_config(str(path))) == options_of(document)
 

@@ -7,8 +7,7 @@ import pytest
 from engine.actions import Action, Announce, Kill, Say, Start, Tell
 from engine.lifecycle import Lifecycle, Limits, Phase
 from engine.stages import Vitals
-from proto.channel import Address
-from proto.ids import StageKind
+from proto.ids import Address, StageKind
 from proto.messages import (
     SCHEMA_HASH,
     Drained,
@@ -119,7 +118,7 @@ def test_every_ready_is_told_to_all_and_facts_travel_in_the_world() -> None:
     assert told(actions, World) == ADDRESSES
     world = next(a.message for a in actions if isinstance(a, Tell))
     assert isinstance(world, World)
-    states = {info.kind: info.state for info in world.stages}
+    states = {info.address.kind: info.state for info in world.stages}
     assert states.pop(StageKind.SUPERVISOR) is StageState.READY
     assert states.pop(StageKind.WORKER) is StageState.READY
     assert set(states.values()) == {StageState.STARTING}

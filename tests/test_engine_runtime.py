@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from engine.config import ServeConfig, Surroundings, stage_config
-from engine.runtime.stage import SUPERVISOR, BusyShare
-from proto.channel import Address, Context, Inbox, Outbox
-from proto.ids import StageKind
+from engine.runtime.stage import BusyShare
+from proto.channel import Context, Inbox, Outbox
+from proto.ids import SUPERVISOR, Address, StageKind
 from proto.messages import SCHEMA_HASH, Heartbeat, Message, Ready, StageInfo, StageState, Stop, World
 from tests.engine_fakes.fake_serve import MANIFEST
 
@@ -132,7 +132,7 @@ def test_a_stage_hears_only_its_newest_peers(desk: Desk) -> None:
     process = desk.start()
     desk.hear(Ready)
     server = Address(StageKind.SERVER, 0)
-    info = StageInfo(StageKind.SERVER, 0, 7, 1, "", StageState.READY, None, 0, 0.0, 0, {})
+    info = StageInfo(Address(StageKind.SERVER, 0), 7, 1, StageState.READY, None, 0, 0.0, 0, {})
     desk.outbox.send(World(stages=(info,), draining=False, failure=""))
     for _ in range(3):
         desk.hear(Heartbeat)  # the World is read by now

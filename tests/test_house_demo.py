@@ -73,7 +73,7 @@ def test_answers_shows_its_processes_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_interrupted_it_leaves_nothing(tmp_path: Path) -> None:
     demo = start(tmp_path)
-    while not list(tmp_path.glob("quintet-*/worker-0")):
+    while not list(tmp_path.glob("quintet-*/worker-0-0")):
         assert demo.poll() is None
         time.sleep(0.05)
     stages = {

@@ -30,6 +30,7 @@ def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
         {
             "kind": "worker",
             "index": 0,
+            "rank": 0,
             "pid": 4242,
             "title": "quintet worker 0 rank 0",
             "state": "ready",

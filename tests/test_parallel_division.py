@@ -13,7 +13,6 @@ from gguf.quants import dequantize
 from engine.config import ServeConfig
 from engine.models import prepare
 from engine.parallel import refuse_division
-from engine.runtime.stage import title_of
 from proto.model import ModelConfig, ModelManifest
 from tests.layer_cases import worker_options
 from tests.test_worker_runner import MODEL
@@ -196,7 +195,7 @@ def test_what_is_not_refused_can_be_divided(ranks: int, heads: tuple[int, int]) 
 def test_an_instance_has_a_worker_for_each_rank() -> None:
     config = ServeConfig(model="m", tensor_parallel_size=2)
     workers = [address for address in config.addresses if str(address).startswith("worker")]
-    assert [title_of(address.kind, address.index) for address in workers] == [
+    assert [address.title for address in workers] == [
         "quintet worker 0 rank 0",
         "quintet worker 0 rank 1",
     ]

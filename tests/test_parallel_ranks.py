@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from proto.channel import Address
-from proto.ids import StageKind
+from proto.ids import Address, StageKind
 from proto.messages import Message, Reset, StepPlan, Stop
 from tests.test_worker_tables import make_plan
 from worker.device import Deferred
@@ -57,6 +56,7 @@ class FakeInbox:
 
 class FakeStage:
     def __init__(self) -> None:
+        self.address = Address(StageKind.WORKER, 3)
         self.inbox = FakeInbox()
         self.outboxes: dict[Address, FakeOutbox] = {}
         self.stopping = False
@@ -86,7 +86,7 @@ def test_every_other_rank_gets_the_same_bytes() -> None:
     followers = Followers(unchecked, 3)
     for message in messages:
         followers.tell(message)
-    assert list(stage.outboxes) == [Address(StageKind.WORKER, 1), Address(StageKind.WORKER, 2)]
+    assert list(stage.outboxes) == [Address(StageKind.WORKER, 3, 1), Address(StageKind.WORKER, 3, 2)]
     for outbox in stage.outboxes.values():
         assert [msgspec.msgpack.decode(body, type=StepPlan | Reset) for body in outbox.sent] == messages
 

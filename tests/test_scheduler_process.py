@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from proto.channel import Address, Context, Inbox, Outbox
+from proto.channel import Context, Inbox, Outbox
 from proto.config import StageConfig
-from proto.ids import StageKind
+from proto.ids import Address, StageKind
 from proto.messages import (
     U8,
     U64,

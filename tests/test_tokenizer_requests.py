@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from proto.channel import Address, decode_as
-from proto.ids import StageKind, make_rid
+from proto.channel import decode_as
+from proto.ids import Address, StageKind, make_rid
 from proto.messages import (
     Accepted,
     Admit,
@@ -40,7 +40,8 @@ class Kind:
     def send(self, request: Submit | TokenizeCall, worker: WorkerFacts | None = WORKER, now: int = 1) -> list[Message]:
         """Everything that one request gives; the addresses are checked."""
         job = self.ours.prepare(request, now)
-        letters = self.ours.answer(job, self.ours.encode([job])[0], worker) if isinstance(job, Job) else [job]
+        replicas = {} if worker is None else {0: worker}
+        letters = self.ours.answer(job, self.ours.encode([job])[0], replicas) if isinstance(job, Job) else [job]
         for to, message in letters:
             kind = StageKind.SCHEDULER if isinstance(message, Admit) else StageKind.SERVER
             assert to == Address(kind, 0 if isinstance(message, Admit) else request.rid >> 56)

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from proto.channel import Address, Context, Inbox, Outbox
+from proto.channel import Context, Inbox, Outbox
 from proto.config import StageConfig, WorkerOptions
-from proto.ids import StageKind
+from proto.ids import Address, StageKind
 from proto.messages import Desync, Heartbeat, Message, Ready, Reset, StepResult, Stop, WorkerFacts
 from tests.test_worker_runner import make_options
 from tests.test_worker_tables import i32, make_admit, make_plan
@@ -42,7 +42,7 @@ class Surroundings:
             log_level="info",
             options=msgspec.Raw(msgspec.json.encode(options)),
         )
-        document = run_dir / "worker-0.json"
+        document = run_dir / "worker-0-0.json"
         document.write_bytes(msgspec.json.encode(config))
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "worker", str(document)],

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from proto.channel import Address, Context, Inbox, Outbox
+from proto.channel import Context, Inbox, Outbox
 from proto.config import DetokenizerOptions, StageConfig, TokenizerOptions
-from proto.ids import StageKind
+from proto.ids import Address, StageKind
 from proto.messages import Heartbeat, Message, Ready, StageInfo, StageState, Stop, WorkerFacts, World
 
 ROOT = Path(__file__).parent.parent
@@ -108,7 +108,7 @@ class TextStage:
         return message.counters
 
     def tell_of_worker(self, facts: WorkerFacts) -> None:
-        info = StageInfo(StageKind.WORKER, 0, 3, 1, "worker", StageState.READY, facts, 0, 0.0, 0, {})
+        info = StageInfo(Address(StageKind.WORKER, 0), 3, 1, StageState.READY, facts, 0, 0.0, 0, {})
         self.outbox.send(World((info,), False, ""))
 
     def rss_mb(self) -> float:

@@ -4,9 +4,8 @@ import ctypes
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from engine.runtime.stage import Stage
+from engine.runtime.stage import Stage, is_ready
 from proto.config import TokenizerOptions
-from proto.ids import StageKind
 from proto.messages import Message, Submit, TokenizeCall, WorkerFacts
 from tokenizer_proc.encoding import Ids
 from tokenizer_proc.requests import Job, Letter, RequestTokenizer
@@ -80,11 +79,15 @@ class TokenizerLoop:
 
     def _answer(self, job: Job, ids: Ids) -> None:
         self._prompt_tokens += len(ids)
-        self._send(self._tokenizer.answer(job, ids, self._worker()))
+        self._send(self._tokenizer.answer(job, ids, self._replicas()))
 
-    def _worker(self) -> WorkerFacts | None:
-        info = self._stage.find(StageKind.WORKER)
-        return info.facts if info is not None and isinstance(info.facts, WorkerFacts) else None
+    def _replicas(self) -> dict[int, WorkerFacts]:
+        """What the worker of each replica that is up can do. Its ranks all say the same."""
+        return {
+            info.address.replica: info.facts
+            for info in self._stage.world.stages
+            if isinstance(info.facts, WorkerFacts) and is_ready(info)
+        }
 
     def _send(self, letters: Sequence[Letter]) -> None:
         for to, message in letters:

@@ -4,12 +4,12 @@ Three acts, so that the middle one, which is long for long texts, may run elsewh
 encoded, `encode` encodes it, `answer` turns ids into messages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from proto.channel import Address, encode
-from proto.ids import StageKind, server_of
+from proto.channel import encode
+from proto.ids import Address, StageKind, server_of
 from proto.messages import (
     Accepted,
     Admit,
@@ -86,13 +86,16 @@ class RequestTokenizer:
         encoded = self._encoder.encode([job.pieces for job in jobs])
         return [ids if job.ids is None else job.ids for job, ids in zip(jobs, encoded, strict=True)]
 
-    def answer(self, job: Job, ids: Ids, worker: WorkerFacts | None) -> list[Letter]:
-        """What is to be sent for a job: exactly one Admit with its Accepted, one reply, or one Reject."""
+    def answer(self, job: Job, ids: Ids, replicas: Mapping[int, WorkerFacts]) -> list[Letter]:
+        """What is to be sent for a job: exactly one Admit with its Accepted, one reply, or one Reject.
+
+        `replicas` are those that can take requests, with what their workers can do.
+        """
         request = job.request
         if isinstance(request, TokenizeCall):
             return [(_server(request.rid), TokenizeReply(request.rid, ids.tobytes(), self._encoder.spelling(ids)))]
         try:
-            return self._admit(request, job.field, ids, worker)
+            return self._admit(request, job.field, ids, replicas)
         except Refusal as refusal:
             return [_refused(request, refusal)]
 
@@ -120,10 +123,11 @@ class RequestTokenizer:
         except ChatError as error:
             raise Refusal(RejectCode.INVALID, field, f"{field}: {error}") from error
 
-    def _admit(self, submit: Submit, field: str, ids: Ids, worker: WorkerFacts | None) -> list[Letter]:
-        if worker is None:
+    def _admit(self, submit: Submit, field: str, ids: Ids, replicas: Mapping[int, WorkerFacts]) -> list[Letter]:
+        if not replicas:
             raise Refusal(RejectCode.UNAVAILABLE, "", "no worker is ready")
-        params = submit.params
+        replica = _choose_replica(submit.rid, replicas)
+        worker, params = replicas[replica], submit.params
         lengths = resolve_lengths(field, len(ids), params, worker)
         check_ids(field, ids, worker.vocab_size)
         stops, num_eos = stop_ids(params, self._eos_ids, worker.vocab_size)
@@ -156,9 +160,8 @@ class RequestTokenizer:
             arrival=submit.arrival,
             opening=encode(opening),
         )
-        scheduler = _scheduler()
-        accepted = Accepted(submit.rid, submit.attempt, scheduler.index, len(ids))
-        return [(scheduler, admit), (_server(submit.rid), accepted)]
+        accepted = Accepted(submit.rid, submit.attempt, replica, len(ids))
+        return [(Address(StageKind.SCHEDULER, replica), admit), (_server(submit.rid), accepted)]
 
 
 def _refused(request: Submit | TokenizeCall, refusal: Refusal) -> Letter:
@@ -170,6 +173,7 @@ def _server(rid: int) -> Address:
     return Address(StageKind.SERVER, server_of(rid))
 
 
-def _scheduler() -> Address:
-    """Whose replica takes a request: there is one."""
-    return Address(StageKind.SCHEDULER, 0)
+def _choose_replica(rid: int, replicas: Iterable[int]) -> int:
+    """Give requests to the replicas in turn."""
+    numbers = sorted(replicas)
+    return numbers[rid % len(numbers)]

@@ -4,9 +4,8 @@ import logging
 from collections import deque
 
 from engine.runtime.stage import Stage
-from proto.channel import Address
 from proto.config import WorkerOptions
-from proto.ids import StageKind
+from proto.ids import Address, StageKind
 from proto.messages import Message, Reset, StepPlan, WorkerFacts, World
 from worker.device import Device
 from worker.output import OutputThread
@@ -24,11 +23,12 @@ class WorkerLoop:
         self._device = device
         self._followers = followers
         self._plans: deque[StepPlan] = deque()
+        self._scheduler = Address(StageKind.SCHEDULER, stage.address.replica)
         self._output = OutputThread(
             stage.config.run_dir,
             stage.address,
             stage.config.incarnation,
-            Address(StageKind.SCHEDULER, stage.address.index),
+            self._scheduler,
         )
 
     def on_message(self, message: Message) -> None:
@@ -40,7 +40,7 @@ class WorkerLoop:
                 self._followers.tell(message)
                 self._device.reset(message.epoch)
             case World():
-                scheduler = self._stage.find(StageKind.SCHEDULER, self._stage.address.index)
+                scheduler = self._stage.find(self._scheduler)
                 if scheduler is not None:
                     self._output.aim(scheduler.incarnation)
 

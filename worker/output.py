@@ -10,7 +10,8 @@ import queue
 import threading
 import time
 
-from proto.channel import Address, Context, Outbox
+from proto.channel import Context, Outbox
+from proto.ids import Address
 from worker.device import Completion, Deferred
 
 log = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ def play(stage: Stage) -> NoReturn:
     tame_gc()
     sys.setswitchinterval(_SWITCH_INTERVAL)
     loop: Handler
-    if stage.address.index == 0:
+    if stage.address.rank == 0:
         loop = WorkerLoop(stage, device, Followers(stage, options.tensor_parallel_size))
     else:
         loop = FollowerLoop(stage, device)
@@ -82,19 +82,19 @@ def _device(stage: Stage, options: WorkerOptions) -> Device:
 
 
 def _join(stage: Stage, size: int) -> Group:
-    """The ranks of this instance, of which this process is one. Raises PeerLostError."""
+    """The ranks of this replica, of which this process is one. Raises PeerLostError."""
     from worker.ranks.distributed import DistributedGroup
 
-    return DistributedGroup(stage.address.index, size, _rendezvous(stage))
+    return DistributedGroup(stage.address.rank, size, _rendezvous(stage))
 
 
 def _join_gpus(stage: Stage, options: WorkerOptions) -> Group:
     """As `_join`, each with a GPU of its own. Raises DeviceError too."""
     from worker.cuda.group import join_gpus
 
-    rank, size = stage.address.index, options.tensor_parallel_size
+    rank, size = stage.address.rank, options.tensor_parallel_size
     return join_gpus(rank, size, _rendezvous(stage), deterministic=options.deterministic)
 
 
 def _rendezvous(stage: Stage) -> Path:
-    return Path(stage.config.run_dir) / "ranks"
+    return Path(stage.config.run_dir) / f"ranks-{stage.address.replica}"

@@ -14,9 +14,8 @@ from engine.bench.cpu import CpuTime, cpu_times
 from engine.config import MODULES, ServeConfig, Surroundings, command_line, stage_config
 from engine.processes import DeathPipe, Process
 from engine.rundir import RunDir
-from engine.runtime.stage import title_of
-from proto.channel import Address, Context, Inbox, Outbox, encode
-from proto.ids import StageKind, make_rid
+from proto.channel import Context, Inbox, Outbox, encode
+from proto.ids import Address, StageKind, make_rid
 from proto.messages import (
     U8,
     Admit,
@@ -119,11 +118,9 @@ class Pair:
         return World(
             stages=tuple(
                 StageInfo(
-                    kind=address.kind,
-                    index=0,
+                    address=address,
                     incarnation=_INCARNATION,
                     pid=process.pid,
-                    title=title_of(address.kind, 0),
                     state=StageState.READY if address in self._facts else StageState.STARTING,
                     facts=self._facts.get(address),
                     rss_bytes=0,

@@ -62,6 +62,7 @@ def status_of(
             {
                 "kind": pb.ProcessKind.Name(process.kind).removeprefix("PROCESS_KIND_").lower(),
                 "index": process.index,
+                "rank": process.rank,
                 "pid": process.pid,
                 "title": process.title,
                 "state": pb.ProcessState.Name(process.state).removeprefix("PROCESS_STATE_").lower(),

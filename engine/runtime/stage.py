@@ -21,9 +21,9 @@ import msgspec
 
 from engine.runtime.death import tie_to_parent
 from engine.runtime.logs import setup_logging
-from proto.channel import Address, ChannelError, Context, Inbox, Outbox, hand_over
+from proto.channel import ChannelError, Context, Inbox, Outbox, hand_over
 from proto.config import Options, StageConfig, load_config, options_of
-from proto.ids import StageKind
+from proto.ids import SUPERVISOR, Address, StageKind
 from proto.messages import (
     SCHEMA_HASH,
     Facts,
@@ -43,7 +43,6 @@ HEARTBEAT_SECONDS = 1.0
 _IDLE_SECONDS = 0.1
 _RETRY_SECONDS = 0.001  # between attempts to hand over a backlog
 _LAST_WORDS_SECONDS = 0.5  # for handing over the backlog at exit
-SUPERVISOR = Address(StageKind.SUPERVISOR, 0)
 
 
 class Handler(Protocol):
@@ -83,7 +82,7 @@ class Stage:
 
     def __init__(self, config: StageConfig) -> None:
         self.config = config
-        self.address = Address(config.kind, config.index)
+        self.address = config.address
         self.world = World(stages=(), draining=False, failure="")
         self.stopping = False
         self._context = Context()
@@ -104,8 +103,8 @@ class Stage:
         if config.kind is not kind:
             raise SystemExit(f"{sys.argv[1]} configures a {config.kind.label}, not a {kind.label}")
         tie_to_parent(config.death_fd)
-        set_title(config)
-        setup_logging(f"{kind.label}-{config.index}", config.log_level)
+        set_title(config.address)
+        setup_logging(str(config.address), config.log_level)
         # A terminal's ^C and a service manager's SIGTERM to the whole group are the supervisor's to answer: it
         # drains first, then sends Stop.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -131,9 +130,9 @@ class Stage:
             self._aim(to)
         return self._outboxes[to]
 
-    def find(self, kind: StageKind, index: int = 0) -> StageInfo | None:
+    def find(self, address: Address) -> StageInfo | None:
         """The newest that the supervisor told of a stage."""
-        return next((s for s in self.world.stages if s.kind is kind and s.index == index), None)
+        return next((info for info in self.world.stages if info.address == address), None)
 
     def ready(self, facts: Facts = None) -> None:
         """Tell the supervisor that this stage can work."""
@@ -147,12 +146,12 @@ class Stage:
         """Adopt a snapshot: aim outboxes at who lives, refuse what the dead still send."""
         self.world = world
         for info in world.stages:
-            self.inbox.learn(Address(info.kind, info.index), info.incarnation)
+            self.inbox.learn(info.address, info.incarnation)
         for to in self._outboxes:
             self._aim(to)
 
     def _aim(self, to: Address) -> None:
-        info = self.find(to.kind, to.index)
+        info = self.find(to)
         if info is not None:
             self._outboxes[to].address_incarnation(info.incarnation)
 
@@ -226,22 +225,11 @@ class Stage:
         os._exit(code)
 
 
-def title_of(kind: StageKind, index: int) -> str:
-    """Name of a stage's process in ps, top and profilers."""
-    match kind:
-        case StageKind.SUPERVISOR:
-            return "quintet supervisor"
-        case StageKind.WORKER:
-            return f"quintet worker 0 rank {index}"  # there is one replica so far
-        case _:
-            return f"quintet {kind.label} {index}"
-
-
-def set_title(config: StageConfig) -> None:
+def set_title(address: Address) -> None:
     """Give this process its title."""
     from setproctitle import setproctitle
 
-    setproctitle(title_of(config.kind, config.index))
+    setproctitle(address.title)
 
 
 def is_ready(info: StageInfo | None) -> bool:

@@ -10,9 +10,9 @@ import sys
 import threading
 import time
 
-from engine.runtime.stage import SUPERVISOR, Stage, is_ready
+from engine.runtime.stage import Stage, is_ready
 from proto.config import load_config
-from proto.ids import StageKind
+from proto.ids import SUPERVISOR, Address, StageKind
 from proto.messages import Drained, Message, Ready, Serving, World
 
 KIND = load_config(sys.argv[1]).kind
@@ -86,7 +86,7 @@ def main() -> None:
     if BEHAVIOUR == "hold-gil":
         threading.Thread(target=_hold_the_gil, daemon=True).start()
     if BEHAVIOUR == "hang":
-        while not is_ready(stage.find(StageKind.SERVER)):
+        while not is_ready(stage.find(Address(StageKind.SERVER, 0))):
             stage.inbox.wait(0.1)
             for message in stage.inbox.drain():
                 if isinstance(message, World):

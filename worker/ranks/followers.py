@@ -9,8 +9,8 @@ from collections import deque
 from typing import NoReturn
 
 from engine.runtime.stage import Stage
-from proto.channel import Address, encode
-from proto.ids import StageKind
+from proto.channel import encode
+from proto.ids import Address, StageKind
 from proto.messages import Message, Reset, StepPlan, Stop
 from worker.device import Deferred, Device
 from worker.ranks.group import PeerLostError
@@ -23,10 +23,11 @@ _BLAME_SECONDS = 1.0
 
 
 class Followers:
-    """The other ranks, as rank 0 sees them. One without others has none to tell."""
+    """The other ranks of the replica, as rank 0 sees them; there may be none."""
 
     def __init__(self, stage: Stage, size: int) -> None:
-        self._outboxes = [stage.outbox(Address(StageKind.WORKER, rank)) for rank in range(1, size)]
+        replica = stage.address.replica
+        self._outboxes = [stage.outbox(Address(StageKind.WORKER, replica, rank)) for rank in range(1, size)]
 
     def tell(self, message: StepPlan | Reset) -> None:
         """Pass a message on, before acting on it: the other ranks' part is waited for in the middle of a step.

@@ -135,7 +135,7 @@ class Limits(_message.Message):
     def __init__(self, max_message_bytes: _Optional[int] = ..., max_in_flight_requests: _Optional[int] = ..., max_in_flight_bytes: _Optional[int] = ..., max_stream_buffer_bytes: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., max_chat_messages: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_logit_bias: _Optional[int] = ..., max_request_id_bytes: _Optional[int] = ..., max_cache_salt_bytes: _Optional[int] = ...) -> None: ...
 
 class Process(_message.Message):
-    __slots__ = ("kind", "index", "pid", "title", "state", "rss_bytes", "cpu_seconds", "restarts", "counters")
+    __slots__ = ("kind", "index", "pid", "title", "state", "rss_bytes", "cpu_seconds", "restarts", "counters", "rank")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +152,7 @@ class Process(_message.Message):
     CPU_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     kind: ProcessKind
     index: int
     pid: int
@@ -161,7 +162,8 @@ class Process(_message.Message):
     cpu_seconds: float
     restarts: int
     counters: _containers.ScalarMap[str, float]
-    def __init__(self, kind: _Optional[_Union[ProcessKind, str]] = ..., index: _Optional[int] = ..., pid: _Optional[int] = ..., title: _Optional[str] = ..., state: _Optional[_Union[ProcessState, str]] = ..., rss_bytes: _Optional[int] = ..., cpu_seconds: _Optional[float] = ..., restarts: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    rank: int
+    def __init__(self, kind: _Optional[_Union[ProcessKind, str]] = ..., index: _Optional[int] = ..., pid: _Optional[int] = ..., title: _Optional[str] = ..., state: _Optional[_Union[ProcessState, str]] = ..., rss_bytes: _Optional[int] = ..., cpu_seconds: _Optional[float] = ..., restarts: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()
