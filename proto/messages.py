@@ -11,35 +11,28 @@ Conventions
 
 import hashlib
 from enum import IntEnum
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from proto.ids import Address, StageKind
+from proto.message import Message as Message
+from proto.parameters import RequestParams as RequestParams
+from proto.parameters import Sampling as Sampling
+from proto.parameters import WorkClass as WorkClass
 
 I32 = np.dtype("<i4")
 U32 = np.dtype("<u4")
 U64 = np.dtype("<u8")
 U8 = np.dtype("u1")
+ID_BYTES = I32.itemsize  # of a token or page id in a column
 
 
 def column(data: bytes, dtype: np.dtype[Any] = I32) -> npt.NDArray[Any]:
     """Read-only array over the bytes of a column; no copy."""
     return np.frombuffer(data, dtype)
-
-
-class Message(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """Base of all messages; subclasses set a unique `tag`."""
-
-
-class WorkClass(IntEnum):
-    """Classes of work with latency budgets of their own (requirements S4)."""
-
-    CHAT = 0
-    AGENT = 1
-    BATCH = 2
 
 
 class Finish(IntEnum):
@@ -66,37 +59,6 @@ class RejectCode(IntEnum):
 # --------------------------------------------------------------------------- requests
 
 
-class Sampling(Message, frozen=True, tag="sampling"):
-    """How one token is drawn from its logits. Every field is already validated and resolved.
-
-    Filters apply to the distribution after temperature, in the order top_k, top_p, min_p.
-    """
-
-    temperature: float  # 0 = greedy
-    top_k: int  # 0 = off
-    top_p: float  # 1 = off
-    min_p: float  # 0 = off
-    seed: int  # unsigned 64 bits; random numbers depend on (seed, index, position, purpose) only
-    logprobs: int  # -1 = none, 0 = the chosen token's, k = and the k most likely
-
-
-class RequestParams(Message, frozen=True, tag="params"):
-    """What a caller asked of a generation, after the server's checks and defaults."""
-
-    sampling: Sampling
-    max_new_tokens: int  # -1 = up to the context; 0 = prefill only
-    min_new_tokens: int
-    stop_strings: tuple[str, ...]
-    stop_token_ids: bytes  # i32
-    include_stop: bool  # keep a matched stop string in the text
-    ignore_eos: bool
-    skip_special_tokens: bool
-    work_class: WorkClass
-    priority: int  # higher first within a class
-    cache_salt: str  # pages are shared only between equal salts
-    deadline: int  # monotonic ns
-
-
 class Resume(Message, frozen=True, tag="resume"):
     """What the caller already has of a request that is submitted again (docs/architecture.md, 'Supervision')."""
 
@@ -114,23 +76,23 @@ class Submit(Message, frozen=True, tag="submit"):
 
     rid: int
     attempt: int
-    text: str | None
-    token_ids: bytes | None  # i32
-    chat: tuple[ChatMessage, ...] | None
-    now: float  # Unix seconds, fixed once per request: templates that print a date replay equally
-    arrival: int  # monotonic ns when the server had read the call
-    params: RequestParams
-    resume: Resume | None
+    text: str | None = None
+    token_ids: bytes | None = None  # i32
+    chat: tuple[ChatMessage, ...] | None = None
+    now: float = 0.0  # Unix seconds, fixed once per request: templates that print a date replay equally
+    arrival: int = 0  # monotonic ns when the server had read the call
+    params: RequestParams = RequestParams()
+    resume: Resume | None = None
 
 
 class TokenizeCall(Message, frozen=True, tag="tokenize"):
     """Server → tokenizer: ids of a text or chat, for the Tokenize rpc. One of text, chat is set."""
 
     rid: int
-    text: str | None
-    chat: tuple[ChatMessage, ...] | None
-    now: float
-    add_special_tokens: bool
+    text: str | None = None
+    chat: tuple[ChatMessage, ...] | None = None
+    now: float = 0.0
+    add_special_tokens: bool = True
 
 
 class DetokenizeCall(Message, frozen=True, tag="detokenize"):
@@ -138,7 +100,7 @@ class DetokenizeCall(Message, frozen=True, tag="detokenize"):
 
     rid: int
     ids: bytes  # i32
-    skip_special_tokens: bool
+    skip_special_tokens: bool = False
 
 
 class TokenizeReply(Message, frozen=True, tag="tokenized"):
@@ -171,9 +133,9 @@ class Reject(Message, frozen=True, tag="reject"):
     rid: int
     attempt: int
     code: RejectCode
-    field: str  # name of the offending field in the .proto, "" when none
-    message: str  # says field, limit and value
-    retry_after_ms: int  # with EXHAUSTED
+    field: str  # path of the offending field in the .proto, "" when none
+    message: str  # says limit and value
+    retry_after_ms: int = 0  # with EXHAUSTED
 
 
 class Opening(Message, frozen=True, tag="opening"):
@@ -186,13 +148,13 @@ class Opening(Message, frozen=True, tag="opening"):
     rid: int
     attempt: int
     prompt_tokens: int
-    prompt_tail: bytes  # i32, last ids of the prompt: context of the first output characters
-    stop_strings: tuple[str, ...]
-    include_stop: bool
-    min_new_tokens: int  # stop strings are not looked for in the text of earlier tokens
-    skip_special_tokens: bool
-    logprobs: int  # as in Sampling
-    resume: Resume | None
+    prompt_tail: bytes = b""  # i32, last ids of the prompt: context of the first output characters
+    stop_strings: tuple[str, ...] = ()
+    include_stop: bool = False
+    min_new_tokens: int = 0  # stop strings are not looked for in the text of earlier tokens
+    skip_special_tokens: bool = True
+    logprobs: int = -1  # as in Sampling
+    resume: Resume | None = None
 
 
 class Admit(Message, frozen=True, tag="admit"):
@@ -201,18 +163,18 @@ class Admit(Message, frozen=True, tag="admit"):
     rid: int
     attempt: int
     prompt_ids: bytes  # i32, without resumed output
-    output_ids: bytes  # i32, resumed output: prefilled, but counted as output
-    sampling: Sampling
     max_new_tokens: int  # resolved: ≥ 0 and prompt + max_new_tokens ≤ max_model_len
-    min_new_tokens: int  # stop ids are masked before
-    stop_ids: bytes  # i32: the model's EOS ids first (none with ignore_eos), then the caller's
-    num_eos: int  # how many of stop_ids are EOS ids
-    work_class: WorkClass
-    priority: int
-    cache_salt: str
-    deadline: int
-    arrival: int
-    opening: bytes  # encoded Opening
+    output_ids: bytes = b""  # i32, resumed output: prefilled, but counted as output
+    sampling: Sampling = Sampling()
+    min_new_tokens: int = 0  # stop ids are masked before
+    stop_ids: bytes = b""  # i32: the model's EOS ids first (none with ignore_eos), then the caller's
+    num_eos: int = 0  # how many of stop_ids are EOS ids
+    work_class: WorkClass = WorkClass.CHAT
+    priority: int = 0
+    cache_salt: str = ""
+    deadline: int = 0
+    arrival: int = 0
+    opening: bytes = b""  # encoded Opening
 
 
 class Abort(Message, frozen=True, tag="abort"):
@@ -257,19 +219,19 @@ class Emit(Message, frozen=True, tag="emit"):
     """
 
     step: int
-    rids: bytes  # u64
-    attempts: bytes  # u32
-    indexes: bytes  # u8, which of n sequences; empty = all 0
-    starts: bytes  # i32, output position of the row's first token
-    counts: bytes  # i32, tokens per row; empty = one each
-    ids: bytes  # i32, ragged by counts
-    finishes: bytes  # u8 Finish; empty = none ends
-    matched: bytes  # i32, the stop id that ended the row, else -1; empty = all -1
-    matched_eos: bytes  # u8, 1 where matched is an EOS id; empty = all 0
-    openings: tuple[tuple[int, bytes, "Timing"], ...]  # (row, Opening, times up to the first token)
-    logprobs: tuple[tuple[int, bytes], ...]  # (row, worker's payload: encoded TokenLogprobs)
-    closed_rids: bytes  # u64: aborted, superseded or failed since the last Emit: forget them
-    closed_attempts: bytes  # u32
+    rids: bytes = b""  # u64
+    attempts: bytes = b""  # u32
+    indexes: bytes = b""  # u8, which of n sequences; empty = all 0
+    starts: bytes = b""  # i32, output position of the row's first token
+    counts: bytes = b""  # i32, tokens per row; empty = one each
+    ids: bytes = b""  # i32, ragged by counts
+    finishes: bytes = b""  # u8 Finish; empty = none ends
+    matched: bytes = b""  # i32, the stop id that ended the row, else -1; empty = all -1
+    matched_eos: bytes = b""  # u8, 1 where matched is an EOS id; empty = all 0
+    openings: tuple[tuple[int, bytes, "Timing"], ...] = ()  # (row, Opening, times up to the first token)
+    logprobs: tuple[tuple[int, bytes], ...] = ()  # (row, worker's payload: encoded TokenLogprobs)
+    closed_rids: bytes = b""  # u64: aborted, superseded or failed since the last Emit: forget them
+    closed_attempts: bytes = b""  # u32
 
 
 class Timing(Message, frozen=True, tag="timing"):
@@ -296,18 +258,18 @@ class Delta(Message, frozen=True, tag="delta"):
 
     rid: int
     attempt: int
-    index: int
-    start: int  # output position of the first id
-    ids: bytes  # i32; may be empty
-    text: str  # may be empty while characters or a possible stop string are held back
-    text_start: int  # characters of this index before `text`
-    finish: Finish
-    matched_id: int  # -1 = none
-    matched_is_eos: bool
-    matched_string: str  # "" = none
-    prompt_tokens: int
-    timing: Timing | None  # with the first delta of an attempt
-    logprobs: TokenLogprobs | None  # as long as ids
+    index: int = 0
+    start: int = 0  # output position of the first id
+    ids: bytes = b""  # i32; may be empty
+    text: str = ""  # may be empty while characters or a possible stop string are held back
+    text_start: int = 0  # characters of this index before `text`
+    finish: Finish = Finish.NONE
+    matched_id: int = -1  # -1 = none
+    matched_is_eos: bool = False
+    matched_string: str = ""  # "" = none
+    prompt_tokens: int = 0
+    timing: Timing | None = None  # with the first delta of an attempt
+    logprobs: TokenLogprobs | None = None  # as long as ids
 
 
 class Deltas(Message, frozen=True, tag="deltas"):
@@ -512,9 +474,14 @@ def _describe() -> str:
     lines = []
     kinds: list[type[msgspec.Struct]] = [Address, *_subclasses(Message)]
     for kind in sorted(kinds, key=lambda c: c.__name__):
-        fields = ", ".join(f"{f.name}: {f.type}" for f in msgspec.structs.fields(kind))
+        fields = ", ".join(f"{f.name}: {_plain(f.type)}" for f in msgspec.structs.fields(kind))
         lines.append(f"{kind.__name__}[{kind.__struct_config__.tag}]({fields})")
     return "\n".join(lines) + "\n"
+
+
+def _plain(kind: Any) -> Any:
+    """A field's type without what `proto.parameters` says of it: ranges and help texts do not travel."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def _subclasses(base: type[Message]) -> list[type[Message]]:

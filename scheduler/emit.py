@@ -102,17 +102,13 @@ def _emit(rows: StepRows) -> Emit:
         step=rows.step,
         rids=view.rids,
         attempts=view.attempts,
-        indexes=b"",
         starts=rows.starts.tobytes(),
-        counts=b"",
         ids=rows.ids.tobytes(),
         finishes=finishes,
         matched=matched,
         matched_eos=matched_eos,
         openings=tuple(rows.openings),
         logprobs=tuple(rows.logprobs),
-        closed_rids=b"",
-        closed_attempts=b"",
     )
 
 
@@ -172,34 +168,18 @@ def _bare_emit(step: int, bare: list[BareRow]) -> Emit:
         step=step,
         rids=np.array([request.rid for request in requests], U64).tobytes(),
         attempts=np.array([request.attempt for request in requests], U32).tobytes(),
-        indexes=b"",
         starts=np.array([request.resumed for request in requests], I32).tobytes(),
         counts=np.zeros(len(bare), I32).tobytes(),
-        ids=b"",
         finishes=finishes,
         matched=matched,
         matched_eos=matched_eos,
         openings=tuple((number, *row.opening) for number, row in enumerate(bare) if row.opening is not None),
-        logprobs=(),
-        closed_rids=b"",
-        closed_attempts=b"",
     )
 
 
 def _closing_emit(step: int, closed: list[tuple[int, int]]) -> Emit:
     return Emit(
         step=step,
-        rids=b"",
-        attempts=b"",
-        indexes=b"",
-        starts=b"",
-        counts=b"",
-        ids=b"",
-        finishes=b"",
-        matched=b"",
-        matched_eos=b"",
-        openings=(),
-        logprobs=(),
         closed_rids=np.array([rid for rid, _ in closed], U64).tobytes(),
         closed_attempts=np.array([attempt for _, attempt in closed], U32).tobytes(),
     )

@@ -32,7 +32,7 @@ import numpy as np
 
 from engine.runtime.garbage import tame_gc
 from proto.config import SchedulerOptions
-from proto.messages import Admit, Message, Sampling, StepPlan, StepResult, WorkClass, WorkerFacts, column
+from proto.messages import Admit, Message, Sampling, StepPlan, StepResult, WorkerFacts, column
 from scheduler.core import Scheduler
 from scripts.scheduler_trace import MAX_MODEL_LEN, PAGE_SIZE, VOCAB, WARM_STEPS, Trace, num_pages
 
@@ -104,16 +104,10 @@ class Ours:
             rid=self._trace.asked,
             attempt=1,
             prompt_ids=np.array(prompt, np.int32).tobytes(),
-            output_ids=b"",
-            sampling=Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=self._trace.asked, logprobs=-1),
+            sampling=Sampling(temperature=0, seed=self._trace.asked),
             max_new_tokens=max_new,
-            min_new_tokens=0,
             stop_ids=np.array([0], np.int32).tobytes(),
             num_eos=1,
-            work_class=WorkClass.CHAT,
-            priority=0,
-            cache_salt="",
-            deadline=0,
             arrival=self._now,
             opening=b"x" * 100,
         )

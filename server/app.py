@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from engine.runtime.stage import Stage
 from proto.config import ServerOptions
 from proto.ids import SUPERVISOR
-from proto.messages import I32, RequestParams, Sampling, ServerFacts, Serving, WorkClass
+from proto.messages import ID_BYTES, RequestParams, Sampling, ServerFacts, Serving
 from server import control, inference
 from server.edge import Edge, spare_full_collections
 from server.health import Health
@@ -159,19 +159,5 @@ async def _pass_token(edge: Edge, facts: ModelFacts) -> None:
 
 
 def _one_token_after(prompt: int) -> Ask:
-    sampling = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, logprobs=-1)
-    params = RequestParams(
-        sampling=sampling,
-        max_new_tokens=1,
-        min_new_tokens=0,
-        stop_strings=(),
-        stop_token_ids=b"",
-        include_stop=False,
-        ignore_eos=True,
-        skip_special_tokens=True,
-        work_class=WorkClass.CHAT,
-        priority=0,
-        cache_salt="",
-        deadline=0,
-    )
-    return Ask("", None, prompt.to_bytes(I32.itemsize, "little"), None, params)
+    params = RequestParams(sampling=Sampling(temperature=0), max_new_tokens=1, ignore_eos=True)
+    return Ask("", None, prompt.to_bytes(ID_BYTES, "little"), None, params)

@@ -108,7 +108,6 @@ class Record:
             now=now,
             arrival=arrival,
             params=ask.params,
-            resume=None,
         )
         return generation, Outgoing(self.tokenizer_for(rid), submit)
 

@@ -30,7 +30,6 @@ from proto.messages import (
     Sampling,
     StepPlan,
     StepResult,
-    WorkClass,
     WorkerFacts,
     column,
 )
@@ -41,7 +40,7 @@ from worker.steps.batch import StepBatch
 
 STEP_NS = 1_000_000
 _SHORT_REQUESTS = 150
-GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, logprobs=-1)
+GREEDY = Sampling(temperature=0)
 
 
 @dataclass
@@ -132,18 +131,12 @@ class Pair:
                 rid=rid,
                 attempt=1,
                 prompt_ids=np.array(prompt, np.int32).tobytes(),
-                output_ids=b"",
                 sampling=sampling,
                 max_new_tokens=max_new_tokens,
                 min_new_tokens=min_new_tokens,
                 stop_ids=np.array(stop_ids, np.int32).tobytes(),
                 num_eos=num_eos,
-                work_class=WorkClass.CHAT,
-                priority=0,
-                cache_salt="",
-                deadline=0,
                 arrival=self._now,
-                opening=b"",
             ),
             self._now,
         )

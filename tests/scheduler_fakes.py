@@ -67,7 +67,7 @@ def make_facts(**changes: object) -> WorkerFacts:
 
 
 def make_sampling(seed: int) -> Sampling:
-    return Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed, logprobs=-1)
+    return Sampling(temperature=0, seed=seed)
 
 
 def i32(ids: list[int]) -> bytes:

@@ -52,7 +52,7 @@ MODEL = ModelConfig(
 )
 ROWS = 6
 PAGES = 64
-DRAWN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=11, logprobs=-1)
+DRAWN = Sampling(seed=11)
 FILTERED = Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, seed=12, logprobs=3)
 
 

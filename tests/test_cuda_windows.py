@@ -42,7 +42,7 @@ MODELS = {
     "two windows": msgspec.structs.replace(HALF, windows=(10, 0, 6), num_layers=3),
     "none": msgspec.structs.replace(HALF, windows=()),
 }
-WATCHED = Sampling(temperature=0.9, top_k=0, top_p=1.0, min_p=0.0, seed=7, logprobs=3)
+WATCHED = Sampling(temperature=0.9, seed=7, logprobs=3)
 
 
 def options_of(model: str, device: str, **changes: Any) -> WorkerOptions:

@@ -3,7 +3,7 @@
 from enum import IntEnum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 import pytest
@@ -35,6 +35,8 @@ def strategy(kind: Any) -> st.SearchStrategy[Any]:
         fields = msgspec.structs.fields(kind)
         return st.builds(kind, **{field.name: strategy(field.type) for field in fields})
     origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return strategy(args[0])
     if origin is UnionType:
         return st.one_of(*map(strategy, args))
     if origin is Literal:
@@ -52,7 +54,7 @@ def every_message() -> list[type[Message]]:
     def below(base: type[Message]) -> list[type[Message]]:
         return [kind for sub in base.__subclasses__() for kind in (sub, *below(sub))]
 
-    return [kind for kind in below(Message) if kind.__module__ == "proto.messages"]
+    return [kind for kind in below(Message) if kind.__module__.startswith("proto.")]
 
 
 @pytest.mark.parametrize("kind", every_message(), ids=lambda kind: kind.__name__)

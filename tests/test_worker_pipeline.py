@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from proto.config import SchedulerOptions
-from proto.messages import Admit, StepResult, WorkClass
+from proto.messages import Admit, StepResult
 from scheduler.core import Scheduler
 from tests.test_worker_runner import make_options
 from tests.test_worker_simulated import LLAMA_8B
@@ -52,18 +52,9 @@ def play(depth: int) -> SimulatedDevice:
                 rid=rid,
                 attempt=1,
                 prompt_ids=prompt.tobytes(),
-                output_ids=b"",
                 sampling=GREEDY,
                 max_new_tokens=TOKENS,
-                min_new_tokens=0,
-                stop_ids=b"",
-                num_eos=0,
-                work_class=WorkClass.CHAT,
-                priority=0,
-                cache_salt="",
-                deadline=0,
                 arrival=clock.now,
-                opening=b"",
             ),
             clock.now,
         )

@@ -19,7 +19,7 @@ SLOTS = 6
 POOL = 64
 MAX_LEN = 40
 VOCAB = 50
-GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, logprobs=-1)
+GREEDY = Sampling(temperature=0)
 
 
 def i32(*values: int) -> bytes:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from proto.messages import ChatMessage, RequestParams, Sampling, Submit, TokenizeCall, WorkClass, WorkerFacts
+from proto.messages import ChatMessage, RequestParams, Sampling, Submit, TokenizeCall, WorkerFacts
 
 WORKER = WorkerFacts(
     num_pages=4,
@@ -29,22 +29,7 @@ def ids_of(data: bytes) -> list[int]:
 
 def make_params(**changes: Any) -> RequestParams:
     """Defaults of a call that sets nothing, with changes; `logprobs` goes to the sampling."""
-    sampling = Sampling(1.0, 0, 1.0, 0.0, 7, changes.pop("logprobs", -1))
-    values: dict[str, Any] = {
-        "sampling": sampling,
-        "max_new_tokens": -1,
-        "min_new_tokens": 0,
-        "stop_strings": (),
-        "stop_token_ids": b"",
-        "include_stop": False,
-        "ignore_eos": False,
-        "skip_special_tokens": True,
-        "work_class": WorkClass.CHAT,
-        "priority": 0,
-        "cache_salt": "",
-        "deadline": 0,
-    }
-    return RequestParams(**values | changes)
+    return RequestParams(Sampling(seed=7, logprobs=changes.pop("logprobs", -1)), **changes)
 
 
 def make_submit(prompt: str | list[int] | list[ChatMessage], rid: int = 1, **changes: Any) -> Submit:

@@ -166,7 +166,7 @@ class RequestTokenizer:
 
 def _refused(request: Submit | TokenizeCall, refusal: Refusal) -> Letter:
     attempt = request.attempt if isinstance(request, Submit) else 0
-    return _server(request.rid), Reject(request.rid, attempt, refusal.code, refusal.field, refusal.message, 0)
+    return _server(request.rid), Reject(request.rid, attempt, refusal.code, refusal.field, refusal.message)
 
 
 def _server(rid: int) -> Address:

@@ -17,6 +17,7 @@ from engine.rundir import RunDir
 from proto.channel import Context, Inbox, Outbox, encode
 from proto.ids import Address, StageKind, make_rid
 from proto.messages import (
+    ID_BYTES,
     U8,
     Admit,
     Emit,
@@ -29,7 +30,6 @@ from proto.messages import (
     Sampling,
     StageInfo,
     StageState,
-    WorkClass,
     WorkerFacts,
     World,
     column,
@@ -165,35 +165,15 @@ class Pair:
         """Send a request that ends by length. `prompt_ids` are i32."""
         self._counter += 1
         rid = make_rid(0, _INCARNATION, self._counter)
-        opening = Opening(
-            rid=rid,
-            attempt=1,
-            prompt_tokens=len(prompt_ids) // 4,
-            prompt_tail=b"",
-            stop_strings=(),
-            include_stop=False,
-            min_new_tokens=0,
-            skip_special_tokens=True,
-            logprobs=-1,
-            resume=None,
-        )
         self._admits.send(
             Admit(
                 rid=rid,
                 attempt=1,
                 prompt_ids=prompt_ids,
-                output_ids=b"",
-                sampling=Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=self._counter, logprobs=-1),
                 max_new_tokens=output_tokens,
-                min_new_tokens=0,
-                stop_ids=b"",
-                num_eos=0,
-                work_class=WorkClass.CHAT,
-                priority=0,
-                cache_salt="",
-                deadline=0,
+                sampling=Sampling(temperature=0, seed=self._counter),
                 arrival=time.monotonic_ns(),
-                opening=encode(opening),
+                opening=encode(Opening(rid, 1, len(prompt_ids) // ID_BYTES)),
             )
         )
 

@@ -27,7 +27,7 @@ from worker.steps.batch import I32Array
 
 PAGE = 16
 EMPTY = b""
-SAMPLING = Sampling(temperature=0.8, top_k=0, top_p=0.95, min_p=0.0, seed=1, logprobs=-1)
+SAMPLING = Sampling(temperature=0.8, top_p=0.95, seed=1)
 
 
 @dataclass(frozen=True, slots=True)
