@@ -13,7 +13,6 @@ travel. They carry the ids.
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from proto.cache import window_reach
 from proto.messages import I32, U8, WorkerFacts, column
@@ -22,7 +21,6 @@ from scheduler.pages import I32Array, PageError, PagePool
 if TYPE_CHECKING:
     from scheduler.rows import Rows
 
-I64Array = npt.NDArray[np.int64]
 _NOBODY = -1
 _BATCH_PART = 64  # of the pool, evicted at once: finding what is oldest takes a look at every page
 _AGES = 1 << 24  # more than pages of a row: room between two ticks of the clock for an order within a row

@@ -25,11 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import grpc
 import numpy as np
+import psutil
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine.bench import conditions
-from engine.bench.cpu import cpu_time, rss_bytes
+from engine.bench.cpu import cpu_time
 from engine.bench.load import Load, watched
 from engine.bench.report import Slo, percentiles, summary
 from engine.bench.work import Job, Shape, Work
@@ -79,7 +80,7 @@ async def sample_memory(pids: dict[str, int], samples: dict[str, list[int]]) -> 
     """Resident bytes of each process, once a second, until cancelled."""
     while True:
         for name, pid in pids.items():
-            samples[name].append(rss_bytes(pid))
+            samples[name].append(psutil.Process(pid).memory_info().rss)
         await asyncio.sleep(SAMPLE_SECONDS)
 
 

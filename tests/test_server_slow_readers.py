@@ -11,9 +11,9 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 
-from engine.bench.cpu import rss_bytes
 from engine.instance import Instance
 from quintet_client import AsyncClient, Client
 
@@ -103,14 +103,14 @@ def beside_stopped_client(ring: Instance, client: Client) -> tuple[tuple[float, 
 def test_a_stopped_client_is_cut_off_and_the_others_do_not_notice() -> None:
     flags = ["--model", MODEL, "--device", "sim:h200,launch=2e-3", "--max-stream-buffer-bytes", str(LIMIT)]
     with Instance.start(flags) as ring, Client(ring.address, timeout=30) as client:
-        server = next(stage["pid"] for stage in ring.stages if stage["kind"] == "server")
+        server = psutil.Process(next(stage["pid"] for stage in ring.stages if stage["kind"] == "server"))
         asyncio.run(gaps(ring.address, 50))  # caches and lazy imports
-        before = rss_bytes(server)
+        before = server.memory_info().rss
         seen = []
         for _ in range(3):  # on a busy machine other work may have come between
             alone = asyncio.run(gaps(ring.address))
             beside, ends = beside_stopped_client(ring, client)
-            assert rss_bytes(server) - before < LAZY * BYTES_A_STREAM
+            assert server.memory_info().rss - before < LAZY * BYTES_A_STREAM
             for code, reason, message, tokens in ends:
                 assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED.name, "SLOW_READER")
                 assert f"the limit is {LIMIT}" in str(message)

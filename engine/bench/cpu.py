@@ -32,11 +32,3 @@ def cpu_time(pid: int | None = None) -> CpuTime:
 def cpu_times(pids: Mapping[str, int]) -> dict[str, CpuTime]:
     """Of several processes by name."""
     return {name: cpu_time(pid) for name, pid in pids.items()}
-
-
-def rss_bytes(pid: int) -> int:
-    """Resident memory of a process. Raises OSError when it is gone."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
-            return int(line.split()[1]) * 1024
-    return 0

@@ -25,14 +25,12 @@ _SPACE = "▁"  # how SentencePiece spells a space
 
 
 class _Kind(IntEnum):
-    """llama.cpp's token types."""
+    """Those of llama.cpp's token types that are told apart here."""
 
     NORMAL = 1
     UNKNOWN = 2
     CONTROL = 3
     USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 def gguf_tokenizer(header: GgufHeader) -> Path:
@@ -102,13 +100,7 @@ def _byte_level(keys: Fields, tokens: list[str], kinds: list[int]) -> dict[str, 
         "normalizer": {"type": "NFC"} if rule.nfc else None,
         "pre_tokenizer": {
             "type": "Sequence",
-            "pretokenizers": [
-                *(
-                    {"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False}
-                    for p in rule.patterns
-                ),
-                byte_level | {"use_regex": False},
-            ],
+            "pretokenizers": [*map(_split, rule.patterns), byte_level | {"use_regex": False}],
         },
         "post_processor": _post_processor(keys, tokens, add_bos=rule.adds_bos),
         "decoder": byte_level | {"use_regex": True},

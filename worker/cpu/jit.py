@@ -64,28 +64,28 @@ def inlined(function: HelperT) -> HelperT:
     return cast(HelperT, compiled)
 
 
-def _fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+def _fma(_typing: Any, a: Any, b: Any, c: Any) -> Any:
     """a × b + c with one rounding."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.fma(*args)
 
     return types.float32(types.float32, types.float32, types.float32), codegen
 
 
-def _float_of_bits(typing_context: Any, bits: Any) -> Any:
+def _float_of_bits(_typing: Any, bits: Any) -> Any:
     """The float32 with these 32 bits."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], FLOAT)
 
     return types.float32(types.int32), codegen
 
 
-def _bits_of_float(typing_context: Any, value: Any) -> Any:
+def _bits_of_float(_typing: Any, value: Any) -> Any:
     """The 32 bits of a float32."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.IntType(32))
 
     return types.uint32(types.float32), codegen

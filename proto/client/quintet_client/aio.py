@@ -6,7 +6,6 @@ A `timeout` is a gRPC deadline, which travels to the server; asyncio's would sta
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from types import TracebackType
 from typing import Self, Unpack
 
 import grpc.aio
@@ -102,9 +101,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _unary(self, method: Method[Request, Response], request: Request, timeout: float | None) -> Response:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Generator, Sequence
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
@@ -102,9 +101,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _unary(self, method: Method[Request, Response], request: Request, timeout: float | None) -> Response:
