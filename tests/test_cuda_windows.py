@@ -31,6 +31,7 @@ from worker.cuda.start import start
 from worker.cuda.state import SlotPages
 from worker.cuda.step import GpuStep
 from worker.cuda.tiles import cut_chunks, list_stride, most_rows
+from worker.steps.batch import I32Array
 from worker.steps.page_table import PageTable
 from worker.steps.prompts import step
 
@@ -154,23 +155,21 @@ def counts_of_a_smaller_window(patch: pytest.MonkeyPatch) -> None:
 
 
 def hits_are_placed_from_the_beginning(patch: pytest.MonkeyPatch) -> None:
-    placed = CudaDevice._placed_pages
-
-    def edited(self: CudaDevice, plan: StepPlan, group: int) -> Any:
-        admits = tuple(msgspec.structs.replace(row, start=4 * len(column(row.window_pages))) for row in plan.admits)
-        return placed(self, msgspec.structs.replace(plan, admits=admits), group)
-
-    patch.setattr(CudaDevice, "_placed_pages", edited)
+    edit_placed(patch, lambda table, places: places - places.min() % table._pages.shape[1] if table.window else places)
 
 
-def appended_to_both(patch: pytest.MonkeyPatch) -> None:
-    placed = CudaDevice._placed_pages
+def appended_one_page_late(patch: pytest.MonkeyPatch) -> None:
+    edit_placed(patch, lambda table, places: places + 1 if table.window and len(places) == 1 else places)
 
-    def edited(self: CudaDevice, plan: StepPlan, group: int) -> Any:
-        other = bytes(1 - g for g in plan.append_groups)
-        return placed(self, msgspec.structs.replace(plan, append_groups=other), group)
 
-    patch.setattr(CudaDevice, "_placed_pages", edited)
+def edit_placed(patch: pytest.MonkeyPatch, edit: Callable[[PageTable, I32Array], I32Array]) -> None:
+    placed = PageTable.placed
+
+    def edited(self: PageTable) -> tuple[I32Array, I32Array]:
+        places, pages = placed(self)
+        return (edit(self, places) if len(places) else places), pages
+
+    patch.setattr(PageTable, "placed", edited)
 
 
 def layers_write_where_the_others_do(patch: pytest.MonkeyPatch) -> None:
@@ -198,7 +197,7 @@ PLANTED = [
     from_the_beginning,
     counts_of_a_smaller_window,
     hits_are_placed_from_the_beginning,
-    appended_to_both,
+    appended_one_page_late,
     layers_write_where_the_others_do,
 ]
 

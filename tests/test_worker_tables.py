@@ -205,6 +205,44 @@ def test_batches_equal_those_of_a_naive_model(seed: int, steps: int) -> None:
         assert [row for row, _ in rows.masked] == early
 
 
+@given(seed=st.integers(0, 2**32), steps=st.integers(1, 60))
+@settings(max_examples=100, deadline=None)
+def test_a_device_can_keep_page_tables_of_its_own(seed: int, steps: int) -> None:
+    """Pages placed plan by plan give the lists of the host, and an unchanged version stands for unchanged lists."""
+    naive, listed = Naive(random.Random(seed)), make_tables()
+    width = MAX_LEN // PAGE + 1
+    told = SlotTables(
+        max_slots=SLOTS, num_pages=POOL, page_size=PAGE, max_model_len=MAX_LEN, vocab_size=VOCAB, lists_pages=False
+    )
+    kept = np.full(SLOTS * width, -1, np.int32)
+    versions: dict[int, list[int]] = {}
+    for _ in range(steps):
+        plan, _ = naive.plan()
+        expected, batch = listed.apply(plan), told.apply(plan)
+        places, pages = told.placed_pages(0)
+        assert len(set(places.tolist())) == len(places)
+        kept[places] = pages
+        assert batch.kv_indptr.tolist() == expected.kv_indptr.tolist()
+        assert not len(batch.kv_indices) + len(batch.kv_slots)
+        counts = np.diff(batch.kv_indptr)
+        found = [page for slot, n in zip(batch.slots, counts, strict=True) for page in kept[slot * width :][:n]]
+        assert found == expected.kv_indices.tolist()
+        assert versions.setdefault(batch.list_version, found) == found
+        assert 0 < batch.list_version == expected.list_version
+
+
+def test_the_version_of_lists_changes_only_where_a_row_enters_a_page() -> None:
+    tables = make_tables()
+    tables.apply(make_plan(admits=(make_admit(2, [1, 2], [7]),), chunks=i32(2, 2, 1)))
+    versions = [tables.apply(make_plan(step=2, decode_slots=i32(2))).list_version]
+    versions.append(tables.apply(make_plan(step=3)).list_version)
+    versions.append(tables.apply(make_plan(step=4, append_slots=i32(2), append_pages=i32(9))).list_version)
+    versions.append(tables.apply(make_plan(step=5)).list_version)
+    first, _, second, _ = versions
+    assert versions == [first, first, second, second]
+    assert first != second
+
+
 def behind_window(plan: StepPlan, window: int, alone: bool) -> StepPlan:
     """The same plan for a model with layers behind a window, whose pages have the numbers of the other layers'.
 
@@ -305,7 +343,7 @@ def test_steady_decode_crosses_pages_without_a_new_row_order() -> None:
             for decode_slots in (order if step == 2 else None, order)
         ]
         one, other = carried.apply(plans[0]), anew.apply(plans[1])
-        for name in StepBatch.__dataclass_fields__:
+        for name in StepBatch.__dataclass_fields__.keys() - {"list_version"}:
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from proto.channel import encode
 from proto.config import WorkerOptions
-from proto.messages import U8, StepPlan, StepResult, TokenLogprobs, column
+from proto.messages import StepPlan, StepResult, TokenLogprobs
 from worker.cuda.flashinfer import pad_indptr
 from worker.cuda.frames import Frame, Frames, Span
 from worker.cuda.graphs import DecodeGraphs
@@ -140,7 +140,6 @@ class CudaDevice:
             lists_pages=False,
         )
         self._tile_tokens = sizes.tile_tokens
-        self._pages_per_slot = sizes.pages_per_slot
         # One more than steps in flight, since the output thread keeps the last one for the time of its end.
         self._frames = Frames(options.pipeline_depth + 1, step.inputs.numel(), options.max_num_seqs)
         self._last: Frame | None = None  # of the step before, with the output thread
@@ -191,7 +190,7 @@ class CudaDevice:
                 if not self._step.holds_indices(group, batch, bucket):
                     padded = pad_indptr(batch.of_group(group), bucket)
                     kv_indptr[group] = frame.put(padded), int(padded[-1])
-        placed = {group: self._placed_pages(plan, group) for group in self._step.state.groups}
+        placed = {group: self._tables.placed_pages(group) for group in self._step.state.groups}
         wanted = np.flatnonzero(rows.params["logprobs"] >= 0).astype(np.int32)
         masked_rows = np.repeat(
             np.array([row for row, _ in rows.masked], np.int32), [len(ids) for _, ids in rows.masked]
@@ -225,25 +224,6 @@ class CudaDevice:
             kv_indptr={g: frame.put(batch.of_group(g).kv_indptr) for g in self._step.state.groups},
             logit_tokens=frame.put(batch.logit_tokens),
         )
-
-    def _placed_pages(self, plan: StepPlan, group: int) -> tuple[I32Array, I32Array]:
-        """Pages that the plan adds to slots in a cache group: their places in `SlotPages.pages`, and their ids."""
-        width = self._pages_per_slot
-        places = column(plan.append_slots) * np.int32(width) + self._tables.append_at
-        pages = column(plan.append_pages)
-        if plan.append_groups:
-            mine = column(plan.append_groups, U8) == group
-            places, pages = places[mine], pages[mine]
-        elif group:
-            places, pages = places[:0], pages[:0]
-        all_places, all_pages = [places], [pages]
-        for row in plan.admits:
-            ids = column(row.window_pages if group else row.pages)
-            # In group 1 a row enters with the last pages before its start.
-            begin = row.slot * width + (row.start // self.page_size - len(ids) if group else 0)
-            all_places.append(np.arange(begin, begin + len(ids), dtype=np.int32))
-            all_pages.append(ids)
-        return np.concatenate(all_places), np.concatenate(all_pages)
 
     def _update(self, packed: _Packed) -> None:
         """Bring the slots on the device up to date."""

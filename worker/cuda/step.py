@@ -61,8 +61,8 @@ class GpuStep:
         self.logits = torch.zeros(max_rows, vocab_size, dtype=torch.float32, device=device)
         self.finite = torch.zeros(max_rows, dtype=torch.bool, device=device)  # by row of logits, before any mask
         self.drawn = torch.zeros(max_rows, 2, dtype=torch.int32, device=device)  # id and RowStatus
-        # By cache group: whose page ids attention's `kv_indices` holds.
-        self._indices_for: dict[int, tuple[object, int]] = dict.fromkeys(state.groups, (None, 0))
+        # By cache group: the version of the lists and the bucket whose page ids attention's `kv_indices` holds.
+        self._indices_for: dict[int, tuple[int, int]] = dict.fromkeys(state.groups, (0, 0))
 
     def view(self, span: Span) -> torch.Tensor:
         """Words of this step's inputs, int32."""
@@ -71,19 +71,18 @@ class GpuStep:
     # ------------------------------------------------------------------ decode, in a graph or not
 
     def holds_indices(self, group: int, batch: StepBatch, bucket: int) -> bool:
-        """Are the batch's page ids in place? Tables hand on the same array as long as no row's list changes."""
-        holder, size = self._indices_for[group]
-        return holder is batch.of_group(group).kv_indices and size == bucket
+        """Are the page ids of a step of decode rows in place already?"""
+        return self._indices_for[group] == (batch.of_group(group).list_version, bucket)
 
     def place_indices(
-        self, group: int, batch: StepBatch | None, bucket: int, rows: tuple[Span, Span, Span], count: int
+        self, group: int, batch: StepBatch, bucket: int, rows: tuple[Span, Span, Span], count: int
     ) -> None:
-        """Build the page ids of a step, `count` in all, of rows given by slots, starts and indptr; `batch`: for which
-        `holds_indices` shall be true."""
+        """Build the page ids of a step, `count` in all, of rows given by slots, starts and indptr; for which
+        `holds_indices` is true from now on. `bucket` 0: not for a graph."""
         slots, starts, indptr = map(self.view, rows)
         ids = self.state.groups[group].page_ids(slots, starts, indptr, count)
         self.attention.groups[group].kv_indices[:count].copy_(ids)
-        self._indices_for[group] = (None if batch is None else batch.of_group(group).kv_indices, bucket)
+        self._indices_for[group] = (batch.of_group(group).list_version, bucket)
 
     def _place_slots(self, slots: torch.Tensor, positions: torch.Tensor) -> None:
         """Where each layer writes K and V of tokens at `positions` of `slots`."""
@@ -107,7 +106,7 @@ class GpuStep:
         self._place_slots(slots, positions)
         for group, indptr in where.kv_indptr.items():
             rows = where.row_slots, where.row_starts, indptr
-            self.place_indices(group, None, 0, rows, int(batch.of_group(group).kv_indptr[-1]))
+            self.place_indices(group, batch, 0, rows, int(batch.of_group(group).kv_indptr[-1]))
         self.attention.plan_eager(batch)
         if pieces is None:
             hidden = self.model.hidden(ids, positions, self.attention)

@@ -58,7 +58,7 @@ def cut_chunks(batch: StepBatch, most: int, page_size: int, window: int = 0) -> 
     if window:
         seen = np.maximum((batch.positions[starts] - (window - 1)) // page_size, 0)
         windowed = _cut(batch.pages_of(window), row, seen - seen % stride, used)
-    full = _cut(batch.pages_of(0), row, np.zeros(len(row), np.int32), used) if len(batch.kv_slots) else batch
+    full = _cut(batch.pages_of(0), row, np.zeros(len(row), np.int32), used) if batch.kv_indptr[-1] else batch
     return StepBatch(
         token_ids=batch.token_ids,
         positions=batch.positions,

@@ -16,6 +16,7 @@ class PageLists:
     kv_indptr: I32Array  # [R+1] pages of row r are kv_indices[kv_indptr[r]:kv_indptr[r+1]]
     kv_indices: I32Array  # [kv_indptr[R]] page ids
     first_pages: I32Array  # [R] number of the row's first page: those before are behind its window
+    list_version: int = 0  # same number as in an earlier step: same pages of the same rows; 0 = unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,10 @@ class StepBatch:
     # Of layers with a window, where these have pages of their own (then kv_* are of the other layers, if there are
     # any); None: all layers have the same.
     windowed: PageLists | None = None
+    list_version: int = 0  # as in `PageLists`
 
     def of_group(self, group: int) -> "StepBatch | PageLists":
-        """What holds kv_slots, kv_indptr and kv_indices of a cache group."""
+        """What holds kv_slots, kv_indptr, kv_indices and list_version of a cache group."""
         return self.windowed if group and self.windowed is not None else self
 
     def pages_of(self, window: int) -> PageLists:

@@ -7,6 +7,8 @@ from proto.cache import window_reach
 from worker.steps.batch import I32Array, PageLists
 from worker.steps.sequence import PlanError
 
+_NOTHING = np.zeros(0, np.int32)
+
 
 class PageTable:
     """Page ids by slot and page number.
@@ -14,7 +16,7 @@ class PageTable:
     With a window, rows' lists begin at the first page that the row's first id of the step sees: pages before it may
     belong to others by now, though the table still names them. With a `stride`, lists begin at the multiple of it
     before; only for a device that makes the lists itself, and names none of those pages. `lists_pages`: see
-    `SlotTables`.
+    `SlotTables`; without it the table keeps what plans have placed since `forget_placed` instead.
     """
 
     def __init__(
@@ -36,6 +38,8 @@ class PageTable:
         self._pages = np.zeros((slots, width), np.int32)
         self._flat_pages = self._pages.reshape(-1)
         self._ends = np.zeros(slots, np.int32)  # numbers after the last
+        self._placed: list[tuple[I32Array, I32Array]] = []
+        self._version = 0  # of the newest lists
 
     # ------------------------------------------------------------------ pages of slots
 
@@ -47,6 +51,9 @@ class PageTable:
         self._check_pages(pages)
         self._pages[slot, first:end] = pages
         self._ends[slot] = end
+        if not self._lists_pages:
+            begin = slot * width
+            self._placed.append((np.arange(begin + first, begin + end, dtype=np.int32), pages))
 
     def admit_behind(self, slot: int, start: int, pages: I32Array) -> None:
         """A request enters a slot with `start` ids cached, and the pages of these that the next one sees."""
@@ -58,16 +65,29 @@ class PageTable:
             )
         self.admit(slot, first, pages)
 
-    def append(self, slots: I32Array, pages: I32Array) -> I32Array:
-        """One more page for each slot, which may be named often; returns the page numbers."""
+    def append(self, slots: I32Array, pages: I32Array) -> None:
+        """Give each slot one more page; a slot may be named often."""
         self._check_pages(pages)
         at = self._ends[slots] + _rank_among_equals(slots)
         if outside(at, self._pages.shape[1]):
             raise PlanError(f"appends more than {self._pages.shape[1]} pages to slot {int(slots[at.argmax()])}")
-        self._flat_pages[self._begins(slots) + at] = pages
+        places = self._begins(slots) + at
+        self._flat_pages[places] = pages
         # Of equal slots the last one has the highest count, and numpy assigns in order.
         self._ends[slots] = at + np.int32(1)
-        return at
+        if not self._lists_pages:
+            self._placed.append((places.astype(np.int32), pages))
+
+    def forget_placed(self) -> None:
+        """Forget what `placed` would return."""
+        self._placed.clear()
+
+    def placed(self) -> tuple[I32Array, I32Array]:
+        """Pages placed since `forget_placed`: where in the table (slot × width + page number), and their ids."""
+        if not self._placed:
+            return _NOTHING, _NOTHING
+        places, pages = zip(*self._placed, strict=True)
+        return np.concatenate(places), np.concatenate(pages)
 
     def check_decode(self, slots: I32Array, positions: I32Array, page_index: I32Array) -> None:
         lacking = page_index >= self._ends.take(slots)
@@ -97,17 +117,15 @@ class PageTable:
     ) -> PageLists:
         """Of rows [R] in these slots that begin at positions `starts` and reach into `used` pages; their tokens [T] are
         given by slot, position and page number."""
-        pages = self._flat_pages.take(self._begins(token_slots) + page_index)
+        kv_slots = _NOTHING
+        if self._lists_pages:
+            pages = self._flat_pages.take(self._begins(token_slots) + page_index)
+            # page × size + position % size, without the slow remainder
+            kv_slots = (pages - page_index) * np.int32(self.page_size) + positions
         first = self._first_seen(starts)
         kv_indptr = np.zeros(len(slots) + 1, np.int32)
         (used - self._first_listed(first)).cumsum(out=kv_indptr[1:])
-        return PageLists(
-            # page × size + position % size, without the slow remainder
-            kv_slots=(pages - page_index) * np.int32(self.page_size) + positions,
-            kv_indptr=kv_indptr,
-            kv_indices=self._list_pages(slots, first, kv_indptr),
-            first_pages=first,
-        )
+        return self._lists(slots, kv_slots, kv_indptr, first)
 
     def advance(
         self, before: PageLists, slots: I32Array, positions: I32Array, entering: npt.NDArray[np.intp]
@@ -116,7 +134,7 @@ class PageTable:
         kv_slots = before.kv_slots + np.int32(1)
         first = self._first_seen(positions) if self.window else before.first_pages
         if not len(entering) and (not self.window or np.array_equal(first, before.first_pages)):
-            return PageLists(kv_slots, before.kv_indptr, before.kv_indices, before.first_pages)
+            return PageLists(kv_slots, before.kv_indptr, before.kv_indices, before.first_pages, before.list_version)
         more = np.zeros(len(before.kv_indptr), np.int32)
         if self.window:
             more[1:] = self._first_listed(before.first_pages) - self._first_listed(first)
@@ -125,9 +143,10 @@ class PageTable:
             entered, at = slots.take(entering), positions.take(entering)
             page_index = at // self.page_size
             self.check_decode(entered, at, page_index)
-            kv_slots[entering] = self._flat_pages.take(self._begins(entered) + page_index) * np.int32(self.page_size)
-        kv_indptr = before.kv_indptr + more.cumsum(dtype=np.int32)
-        return PageLists(kv_slots, kv_indptr, self._list_pages(slots, first, kv_indptr), first)
+            if self._lists_pages:
+                pages = self._flat_pages.take(self._begins(entered) + page_index)
+                kv_slots[entering] = pages * np.int32(self.page_size)
+        return self._lists(slots, kv_slots, before.kv_indptr + more.cumsum(dtype=np.int32), first)
 
     def _first_seen(self, positions: I32Array) -> I32Array:
         """Number of the first page that an id at each position sees."""
@@ -144,14 +163,16 @@ class PageTable:
         """Where the page tables of slots begin in `_flat_pages`."""
         return slots.astype(np.intp) * self._pages.shape[1]
 
-    def _list_pages(self, slots: I32Array, first: I32Array, kv_indptr: I32Array) -> I32Array:
-        """Pages of each slot from number `first` on, one slot after another, as many as `kv_indptr` has room for."""
-        if not self._lists_pages:
-            return np.zeros(0, np.int32)  # a new one: that it is the same says that the pages are (`GpuStep`)
-        begins = self._begins(slots) - kv_indptr[:-1]
-        if self.window:
-            begins += first
-        return self._flat_pages.take(begins.repeat(np.diff(kv_indptr)) + np.arange(kv_indptr[-1]))
+    def _lists(self, slots: I32Array, kv_slots: I32Array, kv_indptr: I32Array, first: I32Array) -> PageLists:
+        """New lists: pages of each slot from number `first` on, slot by slot, as many as `kv_indptr` has room for."""
+        self._version += 1
+        kv_indices = _NOTHING
+        if self._lists_pages:
+            begins = self._begins(slots) - kv_indptr[:-1]
+            if self.window:
+                begins += first
+            kv_indices = self._flat_pages.take(begins.repeat(np.diff(kv_indptr)) + np.arange(kv_indptr[-1]))
+        return PageLists(kv_slots, kv_indptr, kv_indices, first, self._version)
 
 
 def outside(values: I32Array, limit: int) -> bool:

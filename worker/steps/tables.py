@@ -23,8 +23,8 @@ class SlotTables:
     `max_slots` is the number of slots, `num_pages` that of the KV pool's pages, each of `page_size` tokens. With
     `window_pages`, layers behind a `window` have pages of their own; `num_pages` 0: all layers are.
     `stride`: see `PageTable`.
-    `lists_pages`: whether batches list their rows' pages in `kv_indices`. A device that keeps page tables of its own
-    makes that list itself, and gets an empty one.
+    `lists_pages`: whether batches list their rows' pages in `kv_indices` and their tokens' places in `kv_slots`. A
+    device that keeps page tables of its own, up to date by `placed_pages`, makes both itself, and gets empty ones.
     """
 
     def __init__(
@@ -67,8 +67,6 @@ class SlotTables:
         self._known_ids: dict[int, I32Array] = {}  # of slots with ids to prefill
         self._arange = np.arange(max_slots + 1, dtype=np.int32)
         self._forget_rows()
-        # Of the last plan's appended pages: the number of each in its slot.
-        self.append_at = _NOTHING
 
     def reset(self) -> None:
         """Free every slot."""
@@ -94,6 +92,9 @@ class SlotTables:
 
         `token_ids` of decode rows are left 0: their values live with whoever samples.
         """
+        for table in self._groups:
+            if table is not None:
+                table.forget_placed()
         try:
             self._release(column(plan.released))
             for row in plan.admits:
@@ -112,6 +113,10 @@ class SlotTables:
             (row, self._stop_ids[int(slots[row])]) for row in (positions < params["min_len"]).nonzero()[0].tolist()
         ]
         return SamplingRows(slots, positions, params, stops)
+
+    def placed_pages(self, group: int) -> tuple[I32Array, I32Array]:
+        """Pages of a cache group that the last plan placed: where in the table of slots, and their ids."""
+        return self._group(group).placed()
 
     # ------------------------------------------------------------------ the fields of a plan
 
@@ -165,20 +170,18 @@ class SlotTables:
         slots, pages = column(plan.append_slots), column(plan.append_pages)
         if len(slots) != len(pages):
             raise PlanError(f"appends {len(pages)} pages to {len(slots)} slots")
-        self.append_at = _NOTHING
         if not len(slots):
             return
         self._check_slots(slots, "appends a page to")
         if not plan.append_groups:
-            self.append_at = self._group(0).append(slots, pages)
+            self._group(0).append(slots, pages)
             return
         groups = column(plan.append_groups, U8)
         if len(groups) != len(slots):
             raise PlanError(f"appends {len(pages)} pages of {len(groups)} cache groups")
-        self.append_at = np.zeros(len(slots), np.int32)
         for group in sorted(set(plan.append_groups)):
             mine = groups == group
-            self.append_at[mine] = self._group(group).append(slots[mine], pages[mine])
+            self._group(group).append(slots[mine], pages[mine])
 
     def _group(self, group: int) -> PageTable:
         table = self._groups[group] if group < len(self._groups) else None
@@ -311,6 +314,7 @@ class SlotTables:
             decode_rows=len(self._slots),
             logit_tokens=logit_tokens,
             windowed=windowed,
+            list_version=full.list_version,
         )
 
     def _check_decode(self, slots: I32Array, positions: I32Array) -> None:
