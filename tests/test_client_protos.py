@@ -67,20 +67,25 @@ def test_the_clients_know_every_rpc_that_is_built() -> None:
 
 
 @pytest.mark.slow
-def test_stubs_are_up_to_date_and_a_change_is_noticed(tmp_path: Path) -> None:
+def test_generated_files_are_up_to_date_and_a_change_is_noticed(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "proto", tmp_path / "proto")
     (tmp_path / "scripts").mkdir()
-    script = shutil.copy(ROOT / "scripts" / "generate_stubs", tmp_path / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    script = shutil.copy(ROOT / "scripts" / "generate_client", tmp_path / "scripts")
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=False)
 
-    assert run("--check").returncode == 0, "scripts/generate_stubs repairs this"
+    assert run("--check").returncode == 0, "scripts/generate_client repairs this"
     proto = tmp_path / "proto" / "quintet" / "v1" / "control.proto"
     proto.write_text(proto.read_text().replace("message DrainRequest {}", "message DrainRequest { bool now = 1; }"))
     stale = run("--check")
     assert stale.returncode == 1
-    assert "scripts/generate_stubs" in stale.stderr
+    assert "scripts/generate_client" in stale.stderr
     assert "control_pb2.pyi" in stale.stdout
+    assert "client.py" not in stale.stdout
+    client = tmp_path / "proto" / "client" / "quintet_client" / "aio.py"
+    client.write_text(client.read_text().replace("_retry", "_again"))
+    assert "new/client.py" in run("--check").stdout
     assert run().returncode == 0
     assert run("--check").returncode == 0

@@ -1,4 +1,4 @@
-"""The client for asyncio.
+"""The client for asyncio, from which the one for threads is generated.
 
 A `timeout` is a gRPC deadline, which travels to the server; asyncio's would stay here.
 """
@@ -6,7 +6,7 @@ A `timeout` is a gRPC deadline, which travels to the server; asyncio's would sta
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import grpc.aio
 
@@ -19,7 +19,11 @@ from quintet_client.v1 import control_pb2, inference_pb2
 
 
 class AsyncClient:
-    """Calls a Quintet server from one event loop. Arguments and errors as in `Client`."""
+    """Calls a Quintet server from one event loop.
+
+    `timeout` (seconds, None = none) is the deadline of every call that names no other; when it passes, the
+    server stops the work. With `retry` off each call is tried once. Every method raises QuintetError.
+    """
 
     def __init__(self, address: str, *, timeout: float | None = None, retry: bool = True) -> None:
         self._timeout = timeout
@@ -35,7 +39,7 @@ class AsyncClient:
     def generate_stream(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[inference_pb2.GenerateChunk, None]:
-        """Generate and yield deltas as they come. The call starts at the first step; to leave early, close the
+        """Generate and yield deltas as they come. The call starts with the first; to leave early, close the
         generator (`contextlib.aclosing`), which cancels it."""
         request = requests.generate_request(prompt, options)
         return self._stream(methods.GENERATE_STREAM, request, timeout)
@@ -143,5 +147,5 @@ class AsyncClient:
                 call.cancel()
 
 
-def _typed(error: grpc.aio.AioRpcError) -> QuintetError:
+def _typed(error: Any) -> QuintetError:  # grpc.RpcError declares none of what is read here
     return from_rpc_error(error.code(), error.details(), error.trailing_metadata())

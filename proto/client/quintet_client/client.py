@@ -1,4 +1,5 @@
 """The client for threads."""
+# Generated from aio.py by scripts/generate_client. DO NOT EDIT
 
 import time
 from collections.abc import Generator, Sequence
@@ -35,8 +36,8 @@ class Client:
     def generate_stream(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Generator[inference_pb2.GenerateChunk, None, None]:
-        """Generate and yield deltas as they come. The call starts at the first `next`; closing the generator
-        cancels it."""
+        """Generate and yield deltas as they come. The call starts with the first; to leave early, close the
+        generator (`contextlib.closing`), which cancels it."""
         request = requests.generate_request(prompt, options)
         return self._stream(methods.GENERATE_STREAM, request, timeout)
 
@@ -143,5 +144,5 @@ class Client:
                 call.cancel()
 
 
-def _typed(error: Any) -> QuintetError:
+def _typed(error: Any) -> QuintetError:  # grpc.RpcError declares none of what is read here
     return from_rpc_error(error.code(), error.details(), error.trailing_metadata())
