@@ -122,9 +122,9 @@ class ReferenceRunner:
         self.model: Model = FAMILIES[model.family](model, ReferenceOps(), dtype=dtype, max_position=MAX_LENGTH)
         generator = torch.Generator().manual_seed(seed)
         self.weights = []
-        for parameter in self.model.parameters():
+        for path, parameter in self.model.parameters().items():
             noise = torch.randn(parameter.tensor.shape, generator=generator)
-            near_one = "norm.weight" in parameter.name
+            near_one = "norm.weight" in path
             parameter.tensor.copy_(1 + 0.1 * noise if near_one else 0.25 * noise)
             self.weights.append(parameter.tensor.clone())
         self.model.pack()
@@ -164,7 +164,7 @@ class GpuRunner:
             self.model: Model = FAMILIES[config.family](
                 config, CudaOps(), dtype=reference.dtype, max_position=MAX_LENGTH
             )
-        for parameter, weight in zip(self.model.parameters(), reference.weights, strict=True):
+        for parameter, weight in zip(self.model.parameters().values(), reference.weights, strict=True):
             parameter.tensor.copy_(weight)
         self.model.pack()
         # 16 MiB hold the partial results of so few heads, and are quickly filled on the double too.

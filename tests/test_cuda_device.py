@@ -564,7 +564,7 @@ def test_a_poisoned_row_is_named_and_its_neighbours_unharmed(gpu: Gpu) -> None:
     script = plans(3, 3)
     right = play(gpu, make_device(), script, depth=1)
     model: Any = device._step.model
-    model.embedding.weight[7 * 1 + 1] = float("nan")  # the first id of slot 1
+    model.embedding.weight.tensor[7 * 1 + 1] = float("nan")  # the first id of slot 1
     results = [launch(gpu, device, plan) for plan in script]
     for ids, deferred in zip(right, results, strict=True):
         result = deferred.wait()

@@ -9,6 +9,7 @@ from tests.flashinfer_double import Gpu, MetadataError, simulate
 from worker.cpu.reference_ops import ReferenceOps
 from worker.cuda.ops import CudaOps
 from worker.layers.experts import Mixture
+from worker.layers.module import Target
 from worker.layers.ops import Ops, Routes
 from worker.ranks.group import ALONE, Group
 
@@ -18,12 +19,10 @@ HIDDEN, INNER, EXPERTS, COUNT = 24, 16, 6, 2
 def make(ops: Ops, group: Group = ALONE, renormalise: bool = True, dtype: torch.dtype = torch.float32) -> Mixture:
     """The same weights each time, of which a rank of `group` takes its part; expert 4 is nearly never chosen."""
     generator = torch.Generator().manual_seed(5)
-    mixture = Mixture(ops, group, HIDDEN, INNER, EXPERTS, count=COUNT, renormalise=renormalise, dtype=dtype)
-    for parameter in mixture.parameters("mlp"):
-        values = torch.randn(parameter.shape, generator=generator) * 0.3
-        if share := parameter.share:
-            values = values.narrow(parameter.dim, share.start, share.size)
-        parameter.tensor.copy_(values.to(parameter.tensor.device))
+    target = Target(ops, group, dtype)
+    mixture = Mixture(target, HIDDEN, INNER, EXPERTS, count=COUNT, renormalise=renormalise)
+    for parameter in mixture.parameters().values():
+        parameter.copy_from((torch.randn(parameter.shape, generator=generator) * 0.3).to(parameter.tensor.device))
     mixture.pack()
     return mixture
 

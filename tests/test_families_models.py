@@ -89,7 +89,7 @@ def test_a_neighbour_with_nan_stays_alone(family: str, tmp_path: Path) -> None:
     clean = np.where(ids == 7, 8, ids)
     player = Player(forward, 2, 64)
     expected = player.run({0: (clean, 0)})
-    forward._model.embedding.weight[7] = float("nan")  # type: ignore[attr-defined]
+    forward._model.embedding.weight.tensor[7] = float("nan")  # type: ignore[attr-defined]
     beside = player.run({1: (np.full(40, 7, np.int32), 0), 0: (clean, 0)})
     assert torch.isnan(beside[0]).all()
     assert torch.equal(beside[1:], expected)

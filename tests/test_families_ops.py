@@ -1,6 +1,7 @@
 """Row-wise arithmetic of the newer families: kernels against exact values, and rows against their neighbours."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,21 +139,23 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(dtype: torch.dtype) -> Non
         expert_size=10,
         renormalise_experts=True,
     )
-    mixture = Mixtral(config, StrictOps(), dtype=dtype, max_position=8).layers[0].mlp
+    mixture: Any = Mixtral(config, StrictOps(), dtype=dtype, max_position=8).layers[0].mlp  # type: ignore[attr-defined]
     generator = torch.Generator().manual_seed(4)
-    for parameter in mixture.parameters("mlp"):
+    weights = {}
+    for path, parameter in mixture.parameters().items():
         parameter.tensor.normal_(0, 0.5, generator=generator)
-    weights = {parameter.name: parameter.tensor.float() for parameter in mixture.parameters("mlp")}
+        weights[path] = parameter.tensor.float()
     mixture.pack()
     x = torch.randn(24, 12, generator=generator).to(dtype)
     got = mixture(x)
     for token in range(len(x)):
         row = x[token].float()
-        probabilities = (weights["mlp.router.weight"] @ row).softmax(0)
+        probabilities = (weights["router.weight"] @ row).softmax(0)
         chosen = probabilities.topk(2)
         expected = torch.zeros(12)
         for weight, expert in zip(chosen.values / chosen.values.sum(), chosen.indices.tolist(), strict=True):
-            gate, up, down = (weights[f"mlp.experts.{expert}.{part}.weight"] for part in ("gate", "up", "down"))
+            gate, up = weights[f"experts.{expert}.gate_up.weight"].chunk(2)
+            down = weights[f"experts.{expert}.down.weight"]
             expected += weight * (down @ (torch.nn.functional.silu(gate @ row) * (up @ row)))
         tolerance = 1e-5 if dtype == torch.float32 else 3e-2
         torch.testing.assert_close(got[token].float(), expected, rtol=tolerance, atol=tolerance)

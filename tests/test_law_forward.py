@@ -140,7 +140,7 @@ def test_neighbours_with_nan_stay_alone(tmp_path: Path) -> None:
     ids = prompt(30, 320, seed=1)
     player = Player(forward, 2, 64)
     model: Any = forward._model
-    model.embedding.weight[7] = float("nan")  # token 7 poisons whoever says it
+    model.embedding.weight.tensor[7] = float("nan")  # token 7 poisons whoever says it
     clean = np.where(ids == 7, 8, ids)
     expected = player.run({0: (clean, 0)})
     poison = np.full(64, 7, np.int32)

@@ -89,8 +89,8 @@ def _logits(device: CudaDevice) -> Logits:
 def _fill_wide(model: Any, seed: int) -> None:
     """The same weights for any number of ranks, far enough from 0 that logits differ."""
     _fill(model, seed)
-    for parameter in model.parameters():
-        if not parameter.name.endswith("norm.weight"):
+    for path, parameter in model.parameters().items():
+        if not path.endswith("norm.weight"):
             parameter.tensor.mul_(12)
 
 

@@ -162,8 +162,8 @@ def make_device(
 
 
 def _fill_on_device(model: Any, seed: int) -> None:
-    for parameter in model.parameters():
-        if parameter.name.endswith("norm.weight"):
+    for path, parameter in model.parameters().items():
+        if path.endswith("norm.weight"):
             parameter.tensor.fill_(1)
         else:
             parameter.tensor.normal_(0, 0.02)

@@ -139,13 +139,22 @@ def _family(manifest: ModelManifest) -> type[Model]:
 
 
 def _gemm_shapes(options: WorkerOptions, family: type[Model], dtype: torch.dtype, ranks: int) -> list[GemmShape]:
-    """Of all ranks, each once: they are the same where every rank has an equal share."""
+    """Return those of all ranks, each once, from models that hold no memory."""
     found: dict[GemmShape, None] = {}
     for rank in range(ranks):
-        config = Group(rank, ranks).shape(options.manifest.config)
-        shapes = family.gemm_shapes(config, dtype, options.max_num_batched_tokens, options.max_num_seqs)
-        found |= dict.fromkeys(shapes)
+        with torch.device("meta"):
+            model = _build(options.manifest, family, ReferenceOps(), dtype, 1, Group(rank, ranks))
+        found |= dict.fromkeys(model.gemm_shapes(options.max_num_batched_tokens, options.max_num_seqs))
     return list(found)
+
+
+def _build(
+    manifest: ModelManifest, family: type[Model], ops: Ops, dtype: torch.dtype, max_position: int, group: Group
+) -> Model:
+    try:
+        return family(manifest.config, ops, dtype=dtype, max_position=max_position, group=group)
+    except ValueError as error:
+        raise LoadError(f"{manifest.source}: {error}") from error
 
 
 def _model(
@@ -157,14 +166,10 @@ def _model(
     progress: Progress,
     group: Group,
 ) -> Model:
-    manifest = options.manifest
-    try:
-        model = family(manifest.config, ops, dtype=dtype, max_position=max_position, group=group)
-    except ValueError as error:
-        raise LoadError(f"{manifest.source}: {error}") from error
+    model = _build(options.manifest, family, ops, dtype, max_position, group)
     if options.load_format == "dummy":
         fill_dummy(model.parameters(), options.seed)
     else:
-        load_checkpoint(manifest, model.parameters(), progress)
+        load_checkpoint(options.manifest, model.parameters(), progress)
     model.pack()
     return model

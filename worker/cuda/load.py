@@ -75,7 +75,10 @@ def _build(manifest: ModelManifest, ops: CudaOps, dtype: torch.dtype, max_positi
 def _fill_dummy(model: Model, seed: int) -> None:
     """The random weights that the CPU would get: drawn there, since a GPU's generator gives others."""
     places = model.parameters()
-    drawn = [replace(p, tensor=torch.empty(p.tensor.shape, dtype=p.tensor.dtype)) for p in places]
+    drawn = {
+        path: replace(place, tensor=torch.empty(place.tensor.shape, dtype=place.tensor.dtype))
+        for path, place in places.items()
+    }
     fill_dummy(drawn, seed)
-    for place, values in zip(places, drawn, strict=True):
-        place.tensor.copy_(values.tensor)
+    for path, place in places.items():
+        place.tensor.copy_(drawn[path].tensor)

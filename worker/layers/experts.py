@@ -2,75 +2,80 @@
 
 import torch
 
-from worker.layers.ops import Experts, Ops, Routes
+from worker.layers.gemm_shape import GemmShape
+from worker.layers.module import Module, Target
+from worker.layers.ops import Experts, Packed, Routes
 from worker.layers.parameter import Parameter
-from worker.ranks.group import Group
+from worker.ranks.group import Share
 
 
-class Router:
+class Router(Module):
     """Weights of experts for each token, from a linear map kept in float32, where ties are rare."""
 
-    def __init__(
-        self, ops: Ops, hidden: int, experts: int, *, count: int, renormalise: bool, dtype: torch.dtype
-    ) -> None:
-        self._ops = ops
+    def __init__(self, target: Target, hidden: int, experts: int, *, count: int, renormalise: bool) -> None:
+        self.out_features, self.in_features = experts, hidden
+        self.weight = Parameter(torch.empty(experts, hidden, dtype=target.dtype))
+        self.packed: Packed = None  # what `Ops.pack` makes of the weight in float32
         self._count = count
         self._renormalise = renormalise
-        self._weight = torch.empty(experts, hidden, dtype=dtype)
-
-    def parameters(self, prefix: str) -> list[Parameter]:
-        return [Parameter(f"{prefix}.weight", self._weight)]
+        self._ops = target.ops
 
     def pack(self) -> None:
-        self._weight = self._ops.pack(self._weight.float())
+        self.packed = self._ops.pack(self.weight.release().float())
+
+    def gemm_shapes(self, tokens: int, sampled: int) -> list[GemmShape]:
+        return [GemmShape(self.out_features, self.in_features, torch.float32, tokens)]
 
     def __call__(self, x: torch.Tensor) -> Routes:
-        """Of each row of x [N, hidden]."""
-        return self._ops.route(self._ops.linear(x.float(), self._weight), self._count, self._renormalise)
+        """Choose for each row of x [N, hidden]."""
+        return self._ops.route(self._ops.linear(x.float(), self.packed), self._count, self._renormalise)
 
 
-class Mixture:
+class _Weight(Module):
+    """One expert's slice of the tensor that holds a map of all experts."""
+
+    def __init__(self, tensor: torch.Tensor, parts: dict[str, Share], dim: int = 0) -> None:
+        self.weight = Parameter(tensor, parts, dim)
+
+
+class _Expert(Module):
+    """Where one expert's MLP is loaded."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, inner: Share) -> None:
+        self.gate_up = _Weight(gate_up, {"gate": inner, "up": inner})
+        self.down = _Weight(down, {"": inner}, dim=1)
+
+
+class Mixture(Module):
     """Σ weight × expert(x), SwiGLU MLPs, over the experts that the router chose; rounded once.
 
     Ranks share every expert's inner features: all route alike, and add up once.
     """
 
-    def __init__(
-        self,
-        ops: Ops,
-        group: Group,
-        hidden: int,
-        inner: int,
-        experts: int,
-        *,
-        count: int,
-        renormalise: bool,
-        dtype: torch.dtype,
-    ) -> None:
-        self._ops = ops
-        self._group = group
-        self._inner = group.share_features(inner)
-        self.router = Router(ops, hidden, experts, count=count, renormalise=renormalise, dtype=dtype)
-        self._gate_up = torch.empty(experts, 2 * self._inner.size, hidden, dtype=dtype)
-        self._down = torch.empty(experts, hidden, self._inner.size, dtype=dtype)
-        self._experts: Experts  # once packed
-
-    def parameters(self, prefix: str) -> list[Parameter]:
-        found = self.router.parameters(f"{prefix}.router")
-        inner = self._inner
-        for index, (gate_up, down) in enumerate(zip(self._gate_up, self._down, strict=True)):
-            name = f"{prefix}.experts.{index}"
-            found.append(Parameter(f"{name}.gate.weight", gate_up[: inner.size], share=inner))
-            found.append(Parameter(f"{name}.up.weight", gate_up[inner.size :], share=inner))
-            found.append(Parameter(f"{name}.down.weight", down, share=inner, dim=1))
-        return found
+    def __init__(self, target: Target, hidden: int, inner: int, experts: int, *, count: int, renormalise: bool) -> None:
+        part, dtype = target.group.share_features(inner), target.dtype
+        self.router = Router(target, hidden, experts, count=count, renormalise=renormalise)
+        self.gate_up = torch.empty(experts, 2 * part.size, hidden, dtype=dtype)  # until packed, as is `down`
+        self.down = torch.empty(experts, hidden, part.size, dtype=dtype)
+        self.experts = [_Expert(*tensors, part) for tensors in zip(self.gate_up, self.down, strict=True)]
+        self.hidden, self.inner, self.dtype = hidden, part.size, dtype
+        self.packed: Experts  # what `Ops.experts` makes of the weights
+        self._ops = target.ops
+        self._group = target.group
 
     def pack(self) -> None:
-        """Once filled: put the weights into the layout of the device."""
-        self.router.pack()
-        self._experts = self._ops.experts(self._gate_up, self._down)
-        self._gate_up = self._down = torch.empty(0)
+        super().pack()
+        self.experts = []
+        self.packed = self._ops.experts(self.gate_up, self.down)
+        self.gate_up = self.down = torch.empty(0)
+
+    def gemm_shapes(self, tokens: int, sampled: int) -> list[GemmShape]:
+        return [
+            *super().gemm_shapes(tokens, sampled),
+            GemmShape(2 * self.inner, self.hidden, self.dtype, tokens),
+            GemmShape(self.hidden, self.inner, self.dtype, tokens),
+        ]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [N, hidden] → [N, hidden]."""
-        return self._group.sum(self._experts(x, self.router(x))).to(x.dtype)
+        return self._group.sum(self.packed(x, self.router(x))).to(x.dtype)

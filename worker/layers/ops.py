@@ -1,7 +1,7 @@
 """The arithmetic that layers stand on; one implementation for each kind of device."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -13,6 +13,7 @@ class Routes(NamedTuple):
     weights: torch.Tensor  # [N, k] float32
 
 
+Packed = Any  # a weight as a device lays it out, which only the `Ops` that packed it can read
 Experts = Callable[[torch.Tensor, Routes], torch.Tensor]  # x [N, hidden] → [N, hidden] float32, see `Ops.experts`
 
 
@@ -25,10 +26,10 @@ class Ops(Protocol):
 
     row_multiple: int
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight [out, in] as `linear` wants it. The original may be freed."""
+    def pack(self, weight: torch.Tensor) -> Packed:
+        """Lay a weight [out, in] out as `linear` wants it. The original may be freed."""
 
-    def linear(self, x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """x [N, in] × weightᵀ → [N, out], in the dtype of x, which is the weight's."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

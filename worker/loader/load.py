@@ -1,6 +1,7 @@
 """Fill every parameter of a model exactly once, or refuse with the whole list of what does not fit."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -12,6 +13,7 @@ from worker.loader.gguf_checkpoint import GgufCheckpoint
 from worker.loader.kv_scales import is_kv_scale
 from worker.loader.safetensors_checkpoint import SafetensorsCheckpoint
 from worker.models import FAMILIES
+from worker.ranks.group import Share
 
 Progress = Callable[[str, int, int], None]
 
@@ -20,7 +22,7 @@ IGNORED = ("model.layers.{}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.in
 LISTED = 20  # names of each kind in an error
 
 
-def load_checkpoint(manifest: ModelManifest, parameters: list[Parameter], progress: Progress) -> None:
+def load_checkpoint(manifest: ModelManifest, parameters: dict[str, Parameter], progress: Progress) -> None:
     """Read the manifest's files into `parameters`, casting between float dtypes. Raises LoadError."""
     config = manifest.config
     family = FAMILIES[config.family]
@@ -37,10 +39,21 @@ def load_checkpoint(manifest: ModelManifest, parameters: list[Parameter], progre
         raise LoadError(f"{manifest.source}: holds no weights; --load-format dummy makes random ones")
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A tensor of the checkpoint, and what this rank reads of it: a share along `dim` (None = all) into each place."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    reads: list[tuple[Share | None, torch.Tensor]]
+    offset: float
+
+
 def fill(
     checkpoint: Checkpoint,
     names: dict[str, str],
-    parameters: list[Parameter],
+    parameters: dict[str, Parameter],
     manifest: ModelManifest,
     progress: Progress,
     *,
@@ -49,52 +62,64 @@ def fill(
 ) -> None:
     """Check all names, shapes and dtypes first, then read.
 
-    Names that start as one of `ignored` are left out. `offsets`: the files leave off the parameters' offsets.
+    Names that start with one of `ignored` are left out. `offsets`: the files leave off the parameters' offsets.
     """
-    sources = {parameter.name: _checkpoint_name(names, parameter.name) for parameter in parameters}
+    sources = [source for path, parameter in parameters.items() for source in _sources(names, path, parameter)]
     passed_over = {name.format(layer) for name in IGNORED for layer in range(manifest.config.num_layers)}
     passed_over.update(name for name in checkpoint.tensors if name.startswith(ignored))
     passed_over.update(filter(is_kv_scale, checkpoint.tensors))  # read where they matter
     if manifest.config.tie_word_embeddings:
-        passed_over.add(names["head.weight"])  # some files carry the tied head a second time
-    _check(checkpoint, sources, passed_over, parameters, manifest)
-    for done, parameter in enumerate(parameters):
-        progress("loading weights", done, len(parameters))
-        parameter.tensor.copy_(checkpoint.read(sources[parameter.name], parameter.share, parameter.dim))
-        if offsets and parameter.offset:
-            parameter.tensor.add_(parameter.offset)
-    progress("loading weights", len(parameters), len(parameters))
+        passed_over.add(f"{names['head']}.weight")  # some files carry the tied head a second time
+    _check(checkpoint, sources, passed_over, manifest)
+    for done, source in enumerate(sources):
+        progress("loading weights", done, len(sources))
+        for share, place in source.reads:
+            place.copy_(checkpoint.read(source.name, share, source.dim))
+            if offsets and source.offset:
+                place.add_(source.offset)
+    progress("loading weights", len(sources), len(sources))
 
 
 def _with_root(names: dict[str, str], roots: tuple[tuple[str, str], ...], checkpoint: Checkpoint) -> dict[str, str]:
-    """`names` as they are, or with the root under which this checkpoint has its embedding."""
+    """Return `names` as they are, or with the root under which this checkpoint has its embedding."""
     for usual, other in roots:
         renamed = {
             ours: other + theirs.removeprefix(usual) if theirs.startswith(usual) else theirs
             for ours, theirs in names.items()
         }
-        if renamed["embedding.weight"] in checkpoint.tensors:
+        if f"{renamed['embedding']}.weight" in checkpoint.tensors:
             return renamed
     return names
 
 
-def _check(
-    checkpoint: Checkpoint,
-    sources: dict[str, str],
-    ignored: set[str],
-    parameters: list[Parameter],
-    manifest: ModelManifest,
-) -> None:
-    wanted = set(sources.values())
-    missing = [name for name in sources.values() if name not in checkpoint.tensors]
+def _sources(names: dict[str, str], path: str, parameter: Parameter) -> list[_Source]:
+    """Where a checkpoint with these names has a parameter: in one tensor, or in one for each map that it merges."""
+    module, _, leaf = path.rpartition(".")
+    dim, offset = parameter.dim, parameter.offset
+    if (theirs := _checkpoint_name(names, module)) is not None:
+        reads: list[tuple[Share | None, torch.Tensor]] = [(None, parameter.tensor)]
+        if parameter.parts:
+            reads = [(merged, place) for _, _, merged, place in parameter.slices()]
+        return [_Source(f"{theirs}.{leaf}", parameter.shape, dim, reads, offset)]
+    found = []
+    for part, share, _, place in parameter.slices():
+        shape = (*place.shape[:dim], share.total, *place.shape[dim + 1 :])
+        ours = f"{module}.{part}"
+        name = _checkpoint_name(names, ours) or ours  # a name that is lacking is reported as a missing tensor
+        found.append(_Source(f"{name}.{leaf}", shape, dim, [(share, place)], offset))
+    return found
+
+
+def _check(checkpoint: Checkpoint, sources: list[_Source], ignored: set[str], manifest: ModelManifest) -> None:
+    wanted = {source.name for source in sources}
+    missing = [source.name for source in sources if source.name not in checkpoint.tensors]
     unexpected = [name for name in checkpoint.tensors if name not in wanted and name not in ignored]
     mismatched = []
-    for parameter in parameters:
-        info = checkpoint.tensors.get(sources[parameter.name])
-        shape = parameter.shape
-        if info is not None and (info.shape != shape or not info.floating):
+    for source in sources:
+        info = checkpoint.tensors.get(source.name)
+        if info is not None and (info.shape != source.shape or not info.floating):
             mismatched.append(
-                f"{sources[parameter.name]} (is {info.dtype} {list(info.shape)}, wanted a float {list(shape)})"
+                f"{source.name} (is {info.dtype} {list(info.shape)}, wanted a float {list(source.shape)})"
             )
     problems = [
         f"{kind}: {', '.join(found[:LISTED])}{f' and {len(found) - LISTED} more' if len(found) > LISTED else ''}"
@@ -105,25 +130,24 @@ def _check(
         raise LoadError(f"{manifest.source}: tensors do not fit the model's config: {'; '.join(problems)}")
 
 
-def _checkpoint_name(names: dict[str, str], name: str) -> str:
-    """The checkpoint's spelling of one of our names, like "layers.3.mlp.experts.12.up.weight"."""
-    parts = name.split(".")
-    pattern = ".".join("{}" if part.isdecimal() else part for part in parts)
-    return names[pattern].format(*(part for part in parts if part.isdecimal()))
+def _checkpoint_name(names: dict[str, str], path: str) -> str | None:
+    """The checkpoint's name for a part of the model, like "layers.3.mlp.down"; None if `names` has none."""
+    parts = path.split(".")
+    theirs = names.get(".".join("{}" if part.isdecimal() else part for part in parts))
+    return None if theirs is None else theirs.format(*(part for part in parts if part.isdecimal()))
 
 
-def fill_dummy(parameters: list[Parameter], seed: int) -> None:
-    """Random weights that keep activations in range: norms 1, the rest normal with deviation 0.02.
+def fill_dummy(parameters: dict[str, Parameter], seed: int) -> None:
+    """Fill in random weights that keep activations in range: norms 1, the rest normal with deviation 0.02.
 
     A rank draws all and keeps its share, so that any number of ranks has the same model.
     """
     generator = torch.Generator().manual_seed(seed)
-    for parameter in parameters:
-        share = parameter.share
-        if parameter.name.endswith("norm.weight"):
+    for path, parameter in parameters.items():
+        if path.endswith("norm.weight"):
             parameter.tensor.fill_(1)
-        elif share is None or share.whole:
+        elif all(share.whole for share in parameter.parts.values()):
             parameter.tensor.normal_(0, 0.02, generator=generator)
         else:
-            drawn = torch.empty(parameter.shape, dtype=parameter.tensor.dtype).normal_(0, 0.02, generator=generator)
-            parameter.tensor.copy_(drawn.narrow(parameter.dim, share.start, share.size))
+            drawn = torch.empty(parameter.shape, dtype=parameter.tensor.dtype)
+            parameter.copy_from(drawn.normal_(0, 0.02, generator=generator))
