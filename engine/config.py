@@ -1,86 +1,294 @@
-"""What an instance is to be, and the documents that its stages start with."""
+"""The flags of `quintet serve`, declared once: --help, the parser and the stages' options all follow from here.
 
+A flag that vLLM has carries vLLM's name and meaning. Imports nothing heavy, since `--help` does too.
+"""
+
+import argparse
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import msgspec
-import psutil
-
-from proto.config import (
-    DetokenizerOptions,
-    Options,
-    SchedulerOptions,
-    ServerOptions,
-    StageConfig,
-    TokenizerOptions,
-    WorkerOptions,
-)
+from engine.arguments import choice, name, only, positive, share, size, size_text, whole
+from engine.flags import flag
+from proto.devices import OFFERS, is_simulated, refuse
 from proto.ids import Address, StageKind
-from proto.model import ModelManifest
 
-PAGE_SIZE = 16
-_TEMPLATE_SECONDS = 5.0
-_MAX_MESSAGE_BYTES = 64 << 20
-_CPU_KV_BYTES = 2 << 30
-_CPU_KV_SHARE = 0.25  # at most, of the memory that is free at start
+MEMORY_SHARE = 0.9  # of a device's memory, where --gpu-memory-utilization does not say otherwise
+_LEAST_BUFFER = 64 << 10  # what a client that does read may leave unread for a moment
+_DTYPES = {"auto": "auto"} | {dtype: dtype for offer in OFFERS.values() for dtype in offer.dtypes}
+_DTYPES |= {"float": "float32", "half": "float16"}
+_KV_CACHE_DTYPES = {"auto": "auto", "fp8": "fp8_e4m3"}
+_KV_CACHE_DTYPES |= {dtype: dtype for offer in OFFERS.values() for dtype in offer.kv_cache_dtypes}
 
-MODULES: dict[StageKind, str] = {
-    StageKind.SERVER: "server",
-    StageKind.TOKENIZER: "tokenizer_proc",
-    StageKind.SCHEDULER: "scheduler",
-    StageKind.WORKER: "worker",
-    StageKind.DETOKENIZER: "detokenizer_proc",
+_MODEL = "model"
+_ADDRESS = "address"
+_BATCHING = "memory and batching"
+_LIMITS = "limits"
+_PROCESSES = "processes"
+
+NOT_BUILT = {
+    "--pipeline-parallel-size": ("1", "pipeline parallelism"),
+    "--quantization": ("none", "quantization at load"),
+    "--swap-space": ("0", "swapping KV pages to host memory"),
 }
-"""What `python -P -m` runs for each kind."""
+"""vLLM's flags whose feature is not built yet: the one value that each accepts, and the feature."""
+
+
+class ConfigError(ValueError):
+    """Flags that contradict each other; the text names them."""
+
+
+def parse_wrap(text: str) -> tuple[StageKind, tuple[str, ...]]:
+    """Parse `worker='nsys profile -o w'`."""
+    label, _, command = text.partition("=")
+    stages = {kind.label: kind for kind in StageKind if kind is not StageKind.SUPERVISOR}
+    if label not in stages:
+        raise argparse.ArgumentTypeError(f"must begin with one of {', '.join(stages)}; got {label!r}")
+    try:
+        words = tuple(shlex.split(command))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error} in {command!r}") from None
+    if not words:
+        raise argparse.ArgumentTypeError(f"needs a command after '{label}='")
+    return stages[label], words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """The flags of `quintet serve`, checked. Seconds and bytes; None = chosen from the device, see properties."""
+    """The flags of `quintet serve`, checked. Seconds and bytes; None = chosen from the device, see properties.
 
-    model: str
-    served_model_names: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    port: int = 50051
-    device: str = "cpu"
-    dtype: str = "auto"
-    load_format: str = "auto"
-    seed: int = 0
-    threads: int | None = None
-    tensor_parallel_size: int = 1
-    data_parallel_size: int = 1
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    num_pages: int | None = None
-    kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float | None = None
-    prefix_caching: bool = True
-    chunked_prefill: bool = True
-    pipeline_depth: int = 2
-    enforce_eager: bool = False
-    kv_cache_dtype: str = "auto"
-    deterministic: bool = False
-    debug_preempt_every: int = 0
-    num_servers: int = 1
-    max_in_flight_requests: int = 4096
-    max_in_flight_bytes: int = 256 << 20
-    max_stream_buffer_bytes: int = 1 << 20
-    max_queue: int = 4096
-    log_requests: bool = True
-    run_dir: str | None = None
-    ready_file: str | None = None
-    drain_timeout: float = 30.0
-    startup_timeout: float = 300.0
-    stall_timeout: float = 10.0
-    wrap: Mapping[StageKind, tuple[str, ...]] = field(default_factory=dict)
-    log_level: str = "info"
-    parent_fd: int = -1
+    A stage gets a flag by having an option of the same name (`proto/config.py`); `supervisor=True` marks those that
+    no stage gets as they stand. Raises ConfigError where flags contradict each other.
+    """
+
+    model: str = flag(
+        _MODEL,
+        "demo, a Hugging Face directory, a .gguf file, or org/name on the Hugging Face Hub",
+        name,
+        "MODEL",
+        supervisor=True,
+        positional=True,
+    )
+    served_model_names: tuple[str, ...] = flag(
+        _MODEL,
+        "names that requests may use for the model (default: --model)",
+        name,
+        "NAME",
+        default=(),
+        name="served-model-name",
+        nargs="+",
+    )
+    device: str = flag(
+        _MODEL,
+        "cpu, reference (slow, exact), cuda (not run on a GPU yet), or a simulation: sim:h200, sim:h100, sim:custom,…",
+        name,
+        "DEVICE",
+        default="cpu",
+    )
+    dtype: str = flag(
+        _MODEL,
+        "data type of weights and activations: auto (the model's own), bfloat16, float32, or float16 (cuda)",
+        choice(_DTYPES),
+        "DTYPE",
+        default="auto",
+    )
+    load_format: str = flag(
+        _MODEL, "dummy fills the model with random weights", str, choices=("auto", "dummy"), default="auto"
+    )
+    seed: int = flag(_MODEL, "seed of the weights of --load-format dummy", whole(0, (1 << 63) - 1), "N", default=0)
+    threads: int | None = flag(
+        _MODEL,
+        "threads of each worker (default: the cores, divided between workers)",
+        whole(1, 4096),
+        "N",
+        default=None,
+    )
+    tensor_parallel_size: int = flag(
+        _MODEL, "workers that share the model, its memory and the cores", whole(1, 64), "N", default=1
+    )
+    data_parallel_size: int = flag(
+        _MODEL,
+        "replicas of the model, each with a scheduler; only 1 until data parallelism is built",
+        only(1, "data parallelism"),
+        "N",
+        default=1,
+        supervisor=True,
+    )
+
+    host: str = flag(_ADDRESS, "address to listen on; 0.0.0.0 = every interface", name, "HOST", default="127.0.0.1")
+    port: int = flag(_ADDRESS, "port to listen on; 0 = any free one", whole(0, 65535), "N", default=50051)
+    ready_file: str | None = flag(
+        _ADDRESS,
+        "write address and process ids to FILE, as JSON, once requests are served",
+        name,
+        "FILE",
+        default=None,
+        supervisor=True,
+    )
+
+    max_model_len: int | None = flag(
+        _BATCHING,
+        "tokens of a prompt and its output together (default: the model's limit)",
+        whole(1),
+        "N",
+        default=None,
+    )
+    max_num_seqs: int | None = flag(
+        _BATCHING,
+        "sequences that run at once (default: 64; 256 on cuda, 512 simulated)",
+        whole(1, 65536),
+        "N",
+        default=None,
+    )
+    max_num_batched_tokens: int | None = flag(
+        _BATCHING, "tokens in a step (default: 512; 4096 on cuda and simulated)", whole(1), "N", default=None
+    )
+    num_pages: int | None = flag(
+        _BATCHING, "KV cache size in pages of 16 tokens, instead of bytes", whole(2), "N", default=None
+    )
+    kv_cache_memory_bytes: int | None = flag(
+        _BATCHING,
+        "KV cache size of each worker (default on CPUs: a quarter of the free memory, at most 2GiB)",
+        size(),
+        "SIZE",
+        default=None,
+        supervisor=True,
+    )
+    gpu_memory_utilization: float | None = flag(
+        _BATCHING,
+        f"share of the device's memory for weights and KV cache (default: {MEMORY_SHARE} on cuda and simulated)",
+        share,
+        "SHARE",
+        default=None,
+    )
+    kv_cache_dtype: str = flag(
+        _BATCHING,
+        "data type of the KV cache: auto (that of activations), or fp8, that is fp8_e4m3 (cuda)",
+        choice(_KV_CACHE_DTYPES),
+        "DTYPE",
+        default="auto",
+    )
+    prefix_caching: bool = flag(
+        _BATCHING, "reuse the KV cache of equal prefixes (default: on)", default=True, name="enable-prefix-caching"
+    )
+    chunked_prefill: bool = flag(
+        _BATCHING,
+        "prefill long prompts in several steps, beside running decodes (default: on)",
+        default=True,
+        name="enable-chunked-prefill",
+    )
+    pipeline_depth: int = flag(_BATCHING, "steps in flight between scheduler and worker", whole(1, 8), "N", default=2)
+    enforce_eager: bool = flag(_BATCHING, "run without CUDA graphs (cuda)", default=False)
+    deterministic: bool = flag(
+        _BATCHING, "make logits independent of the rest of the batch (cuda; other devices always do)", default=False
+    )
+    debug_preempt_every: int = flag(
+        _BATCHING, "preempt a sequence every N steps, for tests; 0 = never", whole(0), "N", default=0
+    )
+
+    max_queue: int = flag(_LIMITS, "requests that wait for their first step", whole(1), "N", default=4096)
+    max_in_flight_requests: int = flag(
+        _LIMITS, "requests in flight in each gRPC server process", whole(1), "N", default=4096
+    )
+    max_in_flight_bytes: int = flag(
+        _LIMITS,
+        "prompt bytes of the requests in flight in each gRPC server process",
+        size(),
+        "SIZE",
+        default=256 << 20,
+        show=size_text,
+    )
+    max_stream_buffer_bytes: int = flag(
+        _LIMITS,
+        "output that a client may leave unread before its stream ends, at least 64KiB",
+        size(_LEAST_BUFFER),
+        "SIZE",
+        default=1 << 20,
+        show=size_text,
+    )
+
+    num_servers: int = flag(
+        _PROCESSES, "gRPC server processes, which share the port", whole(1, 64), "N", default=1, supervisor=True
+    )
+    wrap: tuple[tuple[StageKind, tuple[str, ...]], ...] = flag(
+        _PROCESSES,
+        "put a tool such as a profiler in front of server, tokenizer, scheduler, worker or detokenizer",
+        parse_wrap,
+        "STAGE='CMD'",
+        default=(),
+        supervisor=True,
+        action="append",
+    )
+    run_dir: str | None = flag(
+        _PROCESSES,
+        "where the instance makes its private directory (default: $XDG_RUNTIME_DIR or a temporary directory)",
+        name,
+        "DIR",
+        default=None,
+        supervisor=True,
+    )
+    startup_timeout: float = flag(
+        _PROCESSES,
+        "give up on a start after S seconds without progress",
+        positive,
+        "S",
+        default=300.0,
+        show="{:g}".format,
+        supervisor=True,
+    )
+    drain_timeout: float = flag(
+        _PROCESSES,
+        "when stopping, let streams go on for S seconds",
+        positive,
+        "S",
+        default=30.0,
+        show="{:g}".format,
+        supervisor=True,
+    )
+    stall_timeout: float = flag(
+        _PROCESSES,
+        "treat a process without progress and CPU time for S seconds as hung",
+        positive,
+        "S",
+        default=10.0,
+        show="{:g}".format,
+        supervisor=True,
+    )
+    log_level: str = flag(
+        _PROCESSES,
+        "least severe messages to log",
+        str,
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        supervisor=True,
+    )
+    log_requests: bool = flag(
+        _PROCESSES, "do not log a line for each request", default=True, name="disable-log-requests"
+    )
+    parent_fd: int = flag(  # the instance stops at its end of file
+        _PROCESSES, argparse.SUPPRESS, whole(0), "N", default=-1, supervisor=True
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens and self.max_num_seqs and self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens must be at least --max-num-seqs ({self.max_num_seqs}), since every running "
+                f"sequence takes one token of a step; got {self.max_num_batched_tokens}"
+            )
+        if len(self.wrappers) < len(self.wrap):
+            raise ConfigError("--wrap may be given once for each kind of stage")
+        refusal = refuse(
+            self.device,
+            dtype=self.dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
+            tensor_parallel_size=self.tensor_parallel_size,
+        )
+        if refusal:
+            raise ConfigError(refusal)
 
     @property
     def simulated(self) -> bool:
-        return self.device.startswith("sim:")
+        return is_simulated(self.device)
 
     @property
     def on_gpu(self) -> bool:
@@ -97,27 +305,21 @@ class ServeConfig:
         return self.served_model_names or (self.model,)
 
     @property
+    def wrappers(self) -> Mapping[StageKind, tuple[str, ...]]:
+        """Words in front of the command of a stage's process."""
+        return dict(self.wrap)
+
+    @property
     def batch_seqs(self) -> int:
-        """Rows that run at once."""
+        """Sequences that run at once."""
         return self.max_num_seqs or (512 if self.simulated else 256 if self.on_gpu else 64)
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens a step."""
+        """Tokens in a step."""
         wanted = self.max_num_batched_tokens or (4096 if self.on_gpu else 512)
-        # Every running row decodes in a step, so fewer tokens than rows would starve some.
+        # Every running sequence decodes in a step, so fewer tokens than sequences would starve some.
         return wanted if self.max_num_batched_tokens else max(wanted, self.batch_seqs)
-
-    @property
-    def kv_bytes(self) -> int | None:
-        """Memory for a worker's KV pool. None = the worker takes its share of what its device has free."""
-        if self.kv_cache_memory_bytes is not None or self.num_pages is not None:
-            return self.kv_cache_memory_bytes
-        if self.on_gpu or self.gpu_memory_utilization is not None:
-            return None
-        # The machine's memory is not ours alone, as a GPU's is, and all workers share it.
-        total = min(_CPU_KV_BYTES, int(_CPU_KV_SHARE * psutil.virtual_memory().available))
-        return total // (self.data_parallel_size * self.tensor_parallel_size)
 
     @property
     def addresses(self) -> list[Address]:
@@ -128,102 +330,3 @@ class ServeConfig:
             replicas.append(Address(StageKind.SCHEDULER, replica))
             replicas += (Address(StageKind.WORKER, replica, rank) for rank in range(self.tensor_parallel_size))
         return [*servers, Address(StageKind.TOKENIZER, 0), *replicas, Address(StageKind.DETOKENIZER, 0)]
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What the stages' documents need and the flags do not say."""
-
-    manifest: ModelManifest
-    port: int
-    run_dir: str
-    death_fd: int
-    supervisor_incarnation: int
-
-
-def stage_config(config: ServeConfig, around: Surroundings, address: Address, incarnation: int) -> StageConfig:
-    """The document of one start of one stage."""
-    return StageConfig(
-        kind=address.kind,
-        index=address.index,
-        rank=address.rank,
-        incarnation=incarnation,
-        supervisor_incarnation=around.supervisor_incarnation,
-        run_dir=around.run_dir,
-        death_fd=around.death_fd,
-        log_level=config.log_level,
-        options=msgspec.Raw(msgspec.json.encode(_options(config, around, address.kind))),
-    )
-
-
-def command_line(config: ServeConfig, python: str, module: str, kind: StageKind, path: str) -> list[str]:
-    """How a stage's process is started. -P: a file in the working directory must not run in our module's place."""
-    return [*config.wrap.get(kind, ()), python, "-P", "-m", module, path]
-
-
-def parse_wrap(text: str) -> tuple[StageKind, tuple[str, ...]]:
-    """`worker='nsys profile -o w'`. Raises ValueError saying what is wrong."""
-    name, _, command = text.partition("=")
-    stages = {kind.label: kind for kind in MODULES}
-    if name not in stages:
-        raise ValueError(f"{name!r} is no stage; stages are {', '.join(stages)}")
-    words = tuple(shlex.split(command))
-    if not words:
-        raise ValueError(f"no command after '{name}='")
-    return stages[name], words
-
-
-def _options(config: ServeConfig, around: Surroundings, kind: StageKind) -> Options:
-    match kind:
-        case StageKind.SERVER:
-            return ServerOptions(
-                host=config.host,
-                port=around.port,
-                reuse_port=True,
-                served_model_names=config.names,
-                num_tokenizers=1,
-                num_schedulers=config.data_parallel_size,
-                num_detokenizers=1,
-                max_in_flight_requests=config.max_in_flight_requests,
-                max_in_flight_bytes=config.max_in_flight_bytes,
-                max_message_bytes=_MAX_MESSAGE_BYTES,
-                max_stream_buffer_bytes=config.max_stream_buffer_bytes,
-                log_requests=config.log_requests,
-            )
-        case StageKind.TOKENIZER:
-            return TokenizerOptions(manifest=around.manifest, template_timeout=_TEMPLATE_SECONDS)
-        case StageKind.DETOKENIZER:
-            return DetokenizerOptions(manifest=around.manifest)
-        case StageKind.SCHEDULER:
-            return SchedulerOptions(
-                pipeline_depth=config.pipeline_depth,
-                prefix_caching=config.prefix_caching,
-                chunked_prefill=config.chunked_prefill,
-                max_num_batched_tokens=config.batch_tokens,
-                max_num_seqs=config.batch_seqs,
-                max_queue=config.max_queue,
-                debug_preempt_every=config.debug_preempt_every,
-            )
-        case StageKind.WORKER:
-            return WorkerOptions(
-                manifest=around.manifest,
-                device=config.device,
-                dtype=config.dtype,
-                load_format=config.load_format,
-                seed=config.seed,
-                page_size=PAGE_SIZE,
-                num_pages=config.num_pages,
-                kv_bytes=config.kv_bytes,
-                gpu_memory_utilization=config.gpu_memory_utilization or 0.9,
-                max_model_len=config.max_model_len,
-                max_num_seqs=config.batch_seqs,
-                max_num_batched_tokens=config.batch_tokens,
-                threads=config.threads,
-                tensor_parallel_size=config.tensor_parallel_size,
-                pipeline_depth=config.pipeline_depth,
-                enforce_eager=config.enforce_eager,
-                kv_cache_dtype=config.kv_cache_dtype,
-                deterministic=config.deterministic,
-            )
-        case _:
-            raise AssertionError(f"{kind} has no options")

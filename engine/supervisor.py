@@ -14,8 +14,9 @@ from pathlib import Path
 import msgspec
 
 from engine.actions import Action, Announce, Kill, Say, Start, Tell
-from engine.config import MODULES, ServeConfig, Surroundings, command_line, stage_config
+from engine.config import ServeConfig
 from engine.console import Console
+from engine.documents import MODULES, Surroundings, command_line, stage_config
 from engine.lifecycle import Lifecycle, Limits
 from engine.parallel import refuse_division
 from engine.port import Port, PortError
@@ -116,7 +117,7 @@ class Supervisor:
             self._selector.register(config.parent_fd, selectors.EVENT_READ, self._on_parent_end)
         self._next_look = 0.0
         self._lifecycle = Lifecycle(
-            [(address, address.kind in config.wrap) for address in config.addresses],
+            [(address, address.kind in config.wrappers) for address in config.addresses],
             Limits(config.startup_timeout, config.stall_timeout, config.drain_timeout),
             _INCARNATION,
             os.getpid(),

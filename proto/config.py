@@ -1,6 +1,6 @@
 """The one JSON document that a stage starts with: `python -P -m scheduler RUN/scheduler-0.json`.
 
-Written by `engine.config` from the command line, so that any stage can be started by hand, under a
+Written by `engine.documents` from the command line, so that any stage can be started by hand, under a
 debugger or a profiler.
 """
 
@@ -69,7 +69,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 Options = ServerOptions | TokenizerOptions | DetokenizerOptions | SchedulerOptions | WorkerOptions
 
-_OPTIONS: dict[StageKind, type[Options]] = {
+OPTIONS: dict[StageKind, type[Options]] = {
     StageKind.SERVER: ServerOptions,
     StageKind.TOKENIZER: TokenizerOptions,
     StageKind.DETOKENIZER: DetokenizerOptions,
@@ -103,4 +103,4 @@ def load_config(path: str) -> StageConfig:
 
 def options_of(config: StageConfig) -> Options:
     """The stage's own options, of the type that its kind wants."""
-    return msgspec.json.decode(config.options, type=_OPTIONS[config.kind])
+    return msgspec.json.decode(config.options, type=OPTIONS[config.kind])

@@ -128,7 +128,7 @@ def test_a_worker_without_fp8_ends_with_one_line(device: str, tmp_path_factory: 
     try:
         _, said = surroundings.process.communicate(timeout=60)
         assert surroundings.process.returncode == 2
-        assert f"--kv-cache-dtype fp8_e4m3: --device {device} keeps K/V as --dtype" in said
+        assert f"--kv-cache-dtype fp8_e4m3 needs --device cuda, got --device {device}" in said
         assert "Traceback" not in said
     finally:
         surroundings.close()

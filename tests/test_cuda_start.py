@@ -11,6 +11,7 @@ import torch
 
 from engine.cli import doctor
 from engine.config import ServeConfig
+from engine.documents import kv_bytes
 from proto.cache import CacheGroups
 from proto.messages import StepResult
 from tests.flashinfer_double import simulate
@@ -76,7 +77,7 @@ def test_what_is_lacking_is_named_and_a_compiler_is_not(monkeypatch: pytest.Monk
 
 def test_defaults_of_the_device() -> None:
     config = ServeConfig(model="demo", device="cuda", enforce_eager=True)
-    assert (config.batch_seqs, config.batch_tokens, config.kv_bytes, config.simulated) == (256, 4096, None, False)
+    assert (config.batch_seqs, config.batch_tokens, kv_bytes(config), config.simulated) == (256, 4096, None, False)
     assert config.needs_weights
 
 

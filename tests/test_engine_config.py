@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -12,13 +13,25 @@ import msgspec
 import pytest
 
 from engine.cli import main, serve
-from engine.config import ServeConfig, Surroundings, command_line, stage_config
+from engine.config import ServeConfig
+from engine.documents import (
+    Surroundings,
+    command_line,
+    derived_options,
+    kv_bytes,
+    stage_config,
+    stage_options,
+)
+from engine.flags import flags_of
 from engine.port import Port, PortError
 from engine.rundir import RunDir, RunDirError
 from proto.channel import MAX_IPC_PATH, inbox_path
-from proto.config import SchedulerOptions, ServerOptions, WorkerOptions, load_config, options_of
+from proto.config import OPTIONS, SchedulerOptions, ServerOptions, WorkerOptions, load_config, options_of
 from proto.ids import Address, StageKind
 from tests.engine_fakes.fake_serve import MANIFEST
+
+ROOT = Path(__file__).parent.parent
+AROUND = Surroundings(MANIFEST, port=50099, run_dir="/run/q", death_fd=9, supervisor_incarnation=1)
 
 
 def parse(flags: str = "") -> ServeConfig:
@@ -26,9 +39,13 @@ def parse(flags: str = "") -> ServeConfig:
 
 
 def parse_words(words: list[str]) -> ServeConfig:
+    return parse_alone(["--model", "demo", *words])
+
+
+def parse_alone(words: list[str]) -> ServeConfig:
     parser = argparse.ArgumentParser()
     serve.add_parser(parser.add_subparsers())
-    return serve.config_of(parser.parse_args(["serve", "--model", "demo", *words]))
+    return serve.config_of(parser.parse_args(["serve", *words]))
 
 
 def test_ranks_may_be_gpus() -> None:
@@ -37,47 +54,77 @@ def test_ranks_may_be_gpus() -> None:
 
 
 def options(config: ServeConfig, kind: StageKind) -> object:
-    around = Surroundings(MANIFEST, port=50099, run_dir="/run/q", death_fd=9, supervisor_incarnation=1)
-    return options_of(stage_config(config, around, Address(kind, 0), incarnation=5))
+    return stage_options(config, AROUND, kind)
 
 
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--tensor-parallel-size", "0"], "argument --tensor-parallel-size: 0 is outside 1..64"),
+        (["--tensor-parallel-size", "0"], "argument --tensor-parallel-size: must be between 1 and 64, got 0"),
         (
             ["--tensor-parallel-size", "2", "--device", "sim:h200"],
-            "argument --tensor-parallel-size: 2 ranks need --device cpu, reference or cuda; --device is sim:h200",
+            "error: --tensor-parallel-size 2 needs --device cpu, reference or cuda, got --device sim:h200",
         ),
-        (["--pipeline-parallel-size", "4"], "argument --pipeline-parallel-size: 4 is not built yet; supported: 1"),
-        (["--data-parallel-size", "2"], "argument --data-parallel-size: 2 is not built yet; supported: 1"),
-        (["--quantization", "awq"], "argument --quantization: awq is not built yet; supported: none"),
-        (["--kv-cache-dtype", "int8"], "argument --kv-cache-dtype: 'int8' is not built yet; supported: auto, fp8"),
-        (["--kv-cache-dtype", "fp8"], "argument --kv-cache-dtype: fp8 needs --device cuda; --device is cpu"),
+        (
+            ["--pipeline-parallel-size", "4"],
+            "argument --pipeline-parallel-size: pipeline parallelism is not built yet: must be 1, got 4",
+        ),
+        (
+            ["--data-parallel-size", "2"],
+            "argument --data-parallel-size: data parallelism is not built yet: must be 1, got 2",
+        ),
+        (
+            ["--quantization", "awq"],
+            "argument --quantization: quantization at load is not built yet: must be none, got awq",
+        ),
+        (["--kv-cache-dtype", "int8"], "argument --kv-cache-dtype: must be one of auto, fp8, fp8_e4m3; got 'int8'"),
+        (["--kv-cache-dtype", "fp8"], "error: --kv-cache-dtype fp8_e4m3 needs --device cuda, got --device cpu"),
         (
             ["--kv-cache-dtype", "fp8_e4m3", "--device", "sim:h200"],
-            "argument --kv-cache-dtype: fp8 needs --device cuda; --device is sim:h200",
+            "error: --kv-cache-dtype fp8_e4m3 needs --device cuda, got --device sim:h200",
         ),
-        (["--swap-space", "4"], "argument --swap-space: 4 is not built yet; supported: 0"),
-        (["--device", "tpu"], "argument --device: 'tpu' is not built yet; supported: cpu, reference, cuda, sim:"),
-        (["--dtype", "int8"], "argument --dtype: 'int8' is not built yet; supported: auto, bfloat16"),
-        (["--dtype", "half"], "argument --dtype: float16 needs --device cuda; --device is cpu"),
-        (["--model", ""], "argument --model: a name must not be empty"),
-        (["--served-model-name", "a", ""], "argument --served-model-name: a name must not be empty"),
-        (["--port", "70000"], "argument --port: 70000 is outside 0..65535"),
-        (["--port", "http"], "argument --port: 'http' is not a whole number"),
-        (["--max-num-seqs", "0"], "argument --max-num-seqs: 0 is outside 1..65536"),
-        (["--gpu-memory-utilization", "nan"], "argument --gpu-memory-utilization: nan is not finite"),
-        (["--gpu-memory-utilization", "1.5"], "argument --gpu-memory-utilization: 1.5 is outside 0 < x ≤ 1"),
-        (["--drain-timeout", "-1"], "argument --drain-timeout: -1 is not a positive number of seconds"),
-        (["--kv-cache-memory-bytes", "2 GB"], "argument --kv-cache-memory-bytes: '2 GB' is not a size"),
-        (["--wrap", "gpu=nsys"], "argument --wrap: 'gpu' is no stage; stages are server, tokenizer"),
-        (["--wrap", "worker"], "argument --wrap: no command after 'worker='"),
-        (["--wrap", "worker='a"], "argument --wrap: No closing quotation"),
-        (["--wrap", "worker=a", "--wrap", "worker=b"], "argument --wrap: worker is given twice"),
+        (
+            ["--swap-space", "4"],
+            "argument --swap-space: swapping KV pages to host memory is not built yet: must be 0, got 4",
+        ),
+        (
+            ["--device", "tpu"],
+            "error: --device must be one of cpu, reference, cuda, sim:h200, sim:h100 and sim:custom,…; got 'tpu'",
+        ),
+        (
+            ["--dtype", "int8"],
+            "argument --dtype: must be one of auto, bfloat16, float32, float16, float, half; got 'int8'",
+        ),
+        (["--dtype", "half"], "error: --dtype float16 needs --device cuda, got --device cpu"),
+        (["--model", ""], "argument --model: must not be empty"),
+        (["--served-model-name", "a", ""], "argument --served-model-name: must not be empty"),
+        (["--port", "70000"], "argument --port: must be between 0 and 65535, got 70000"),
+        (["--port", "http"], "argument --port: must be a whole number, got 'http'"),
+        (["--max-num-seqs", "0"], "argument --max-num-seqs: must be between 1 and 65536, got 0"),
+        (["--gpu-memory-utilization", "nan"], "argument --gpu-memory-utilization: must be a number above 0, got 'nan'"),
+        (
+            ["--gpu-memory-utilization", "1.5"],
+            "argument --gpu-memory-utilization: must be above 0 and at most 1, got 1.5",
+        ),
+        (["--drain-timeout", "-1"], "argument --drain-timeout: must be a number above 0, got '-1'"),
+        (
+            ["--kv-cache-memory-bytes", "2 parsecs"],
+            "argument --kv-cache-memory-bytes: must be a size such as 512MiB, 80GB or a number of bytes, got '2 pars",
+        ),
+        (
+            ["--max-stream-buffer-bytes", "1k"],
+            "argument --max-stream-buffer-bytes: must be at least 64KiB, got '1k'",
+        ),
+        (
+            ["--wrap", "gpu=nsys"],
+            "argument --wrap: must begin with one of server, tokenizer, scheduler, worker, detokenizer; got 'gpu'",
+        ),
+        (["--wrap", "worker"], "argument --wrap: needs a command after 'worker='"),
+        (["--wrap", "worker='a"], 'argument --wrap: No closing quotation in "\'a"'),
+        (["--wrap", "worker=a", "--wrap", "worker=b"], "error: --wrap may be given once for each kind of stage"),
         (
             ["--max-num-seqs", "64", "--max-num-batched-tokens", "32"],
-            "argument --max-num-batched-tokens: 32 is less than --max-num-seqs 64",
+            "error: --max-num-batched-tokens must be at least --max-num-seqs (64), since every running",
         ),
         (["--max-model"], "unrecognized arguments: --max-model"),
     ],
@@ -140,12 +187,12 @@ def test_determinism_is_taken_by_every_device(device: str) -> None:
 
 
 def test_kv_memory_is_bounded_on_a_machine_that_is_not_ours_alone() -> None:
-    default = parse().kv_bytes
+    default = kv_bytes(parse())
     assert default is not None
     assert 0 < default <= 2 << 30
-    assert parse("--kv-cache-memory-bytes 64m").kv_bytes == 64 << 20
-    assert parse("--gpu-memory-utilization 0.5").kv_bytes is None
-    assert parse("--device sim:h200").kv_bytes is None
+    assert kv_bytes(parse("--kv-cache-memory-bytes 64m")) == 64 << 20
+    assert kv_bytes(parse("--gpu-memory-utilization 0.5")) is None
+    assert kv_bytes(parse("--device sim:h200")) is None
 
 
 def test_every_running_row_fits_in_a_step() -> None:
@@ -153,9 +200,44 @@ def test_every_running_row_fits_in_a_step() -> None:
     assert config.batch_tokens >= config.batch_seqs == 2000
 
 
+def test_every_flag_is_read_and_every_option_filled() -> None:
+    """A flag is an option of some stage, or it says that the supervisor reads it; an option is a flag or derived."""
+    flags = flags_of(ServeConfig)
+    options = {name for kind in OPTIONS.values() for name in kind.__struct_fields__}
+    assert {name for name, declared in flags.items() if not declared.supervisor} == options & set(flags)
+    assert options - set(flags) <= set(derived_options(parse(), AROUND)) <= options
+
+
+def test_what_the_supervisor_reads_is_read() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "engine").glob("*.py"))
+    names = [name for name, declared in flags_of(ServeConfig).items() if declared.supervisor]
+    assert [name for name in names if not re.search(rf"(config|self)\.{name}\b", source)] == []
+
+
+def test_defaults_of_the_command_line_are_the_configurations() -> None:
+    assert parse() == ServeConfig(model="demo")
+
+
+@pytest.mark.parametrize("words", [["demo"], ["--model", "demo"], ["--port", "5", "demo"], ["demo", "--port", "5"]])
+def test_the_model_is_named_with_or_without_its_flag(words: list[str]) -> None:
+    assert parse_alone(words).model == "demo"
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ([], "one of the arguments MODEL --model is required"),
+        (["a", "--model", "b"], "argument --model: not allowed with argument MODEL"),
+    ],
+)
+def test_a_model_is_named_once(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_alone(words)
+    assert error in capsys.readouterr().err
+
+
 def test_a_document_can_be_read_back(tmp_path: Path) -> None:
-    around = Surroundings(MANIFEST, port=1, run_dir="/run/q", death_fd=9, supervisor_incarnation=1)
-    document = stage_config(parse(), around, Address(StageKind.WORKER, 0), incarnation=5)
+    document = stage_config(parse(), AROUND, Address(StageKind.WORKER, 0), incarnation=5)
     path = tmp_path / "worker-0-0.json"
     path.write_bytes(msgspec.json.encode(document))
     assert options_of(load_config(str(path))) == options_of(document)
@@ -175,7 +257,7 @@ def test_help_is_short_and_quick() -> None:
     probe = f"try:\n {code}\nexcept SystemExit: pass\nprint([m for m in sys.modules if m in ('zmq', 'grpc', 'numpy')])"
     done = subprocess.run([sys.executable, "-P", "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("[]\n")
-    assert len(done.stdout.splitlines()) < 70
+    assert len(done.stdout.splitlines()) < 90
     assert max(map(len, done.stdout.splitlines())) <= 110
 
 

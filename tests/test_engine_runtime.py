@@ -13,7 +13,8 @@ import msgspec
 import psutil
 import pytest
 
-from engine.config import ServeConfig, Surroundings, stage_config
+from engine.config import ServeConfig
+from engine.documents import Surroundings, stage_config
 from engine.runtime.stage import BusyShare
 from proto.channel import Context, Inbox, Outbox
 from proto.ids import SUPERVISOR, Address, StageKind

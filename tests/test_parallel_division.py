@@ -11,6 +11,7 @@ import torch
 from gguf.quants import dequantize
 
 from engine.config import ServeConfig
+from engine.documents import kv_bytes
 from engine.models import prepare
 from engine.parallel import refuse_division
 from proto.model import ModelConfig, ModelManifest
@@ -202,9 +203,9 @@ def test_an_instance_has_a_worker_for_each_rank() -> None:
         "quintet worker 0 rank 0",
         "quintet worker 0 rank 1",
     ]
-    kv_bytes = ServeConfig(model="m").kv_bytes
-    assert kv_bytes is not None
-    assert config.kv_bytes == pytest.approx(kv_bytes / 2, rel=0.1)
+    alone = kv_bytes(ServeConfig(model="m"))
+    assert alone is not None
+    assert kv_bytes(config) == pytest.approx(alone / 2, rel=0.1)
 
 
 def test_ranks_share_the_machines_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import NoReturn
 from engine.runtime.garbage import tame_gc
 from engine.runtime.stage import Handler, Stage
 from proto.config import WorkerOptions
+from proto.devices import is_simulated, refuse
 from worker.device import Device, DeviceError
 from worker.loop import WorkerLoop, facts_of
 from worker.ranks.followers import FollowerLoop, Followers, end_without_peers
@@ -50,11 +51,12 @@ def play(stage: Stage) -> NoReturn:
 def _device(stage: Stage, options: WorkerOptions) -> Device:
     """Ready to run plans. Raises DeviceError, which names the file or the option that is at fault."""
     size = options.tensor_parallel_size
-    if size > 1 and options.device.startswith("sim:"):
-        raise DeviceError(f"--tensor-parallel-size {size}: --device {options.device} runs on one rank only")
-    if options.kv_cache_dtype != "auto" and options.device != "cuda":
-        raise DeviceError(f"--kv-cache-dtype {options.kv_cache_dtype}: --device {options.device} keeps K/V as --dtype")
-    if options.device.startswith("sim:"):
+    refusal = refuse(
+        options.device, dtype=options.dtype, kv_cache_dtype=options.kv_cache_dtype, tensor_parallel_size=size
+    )
+    if refusal:
+        raise DeviceError(refusal)
+    if is_simulated(options.device):
         from worker.sim.device import SimulatedDevice
 
         return SimulatedDevice(options)

@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 
 from engine.bench.cpu import CpuTime, cpu_times
-from engine.config import MODULES, ServeConfig, Surroundings, command_line, stage_config
+from engine.config import ServeConfig
+from engine.documents import MODULES, Surroundings, command_line, stage_config
 from engine.processes import DeathPipe, Process
 from engine.rundir import RunDir
 from proto.channel import Context, Inbox, Outbox, encode

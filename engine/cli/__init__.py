@@ -2,8 +2,10 @@
 
 import argparse
 import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from engine.cli.streams import give_up_stdout, open_missing
 
@@ -41,6 +43,10 @@ def _run(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="quintet", description="LLM inference engine in five processes.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     if words and words[0] in _COMMANDS:
+        # Not after the import, which a foreign `proto` would end in a traceback. The doctor tells of it in its own way.
+        if words[0] != "doctor" and (clash := _foreign_proto()):
+            sys.stderr.write(f"quintet: error: {clash}\n")
+            return 2
         module = importlib.import_module(f"engine.cli.{words[0]}")
         module.add_parser(commands)
         return int(module.run(parser.parse_args(words)))
@@ -48,3 +54,16 @@ def _run(words: list[str]) -> int:
         commands.add_parser(name, help=summary, add_help=False)
     parser.parse_args(words)
     return 0
+
+
+def _foreign_proto() -> str:
+    """Say what is wrong when `import proto` finds another distribution's package; "" when it is ours."""
+    spec = importlib.util.find_spec("proto")
+    ours = Path(__file__).resolve().parents[2] / "proto" / "__init__.py"
+    if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == ours:
+        return ""
+    found = spec.origin if spec is not None else None
+    return (
+        f"`import proto` finds {found}, not {ours}: another distribution (proto-plus?) installs a package of "
+        "that name; give Quintet an environment of its own"
+    )

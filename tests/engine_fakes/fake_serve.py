@@ -5,7 +5,7 @@ import sys
 
 from engine import supervisor
 from engine.cli import serve
-from engine.config import MODULES
+from engine.documents import MODULES
 from proto.model import ModelConfig, ModelManifest
 
 MANIFEST = ModelManifest(
