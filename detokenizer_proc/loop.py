@@ -7,7 +7,7 @@ from detokenizer_proc.vocabulary import read_vocabulary
 from engine.runtime.stage import Stage
 from proto.config import DetokenizerOptions
 from proto.ids import Address, StageKind, server_of
-from proto.messages import DetokenizeCall, Emit, Message
+from proto.messages import DetokenizeCall, Emit, Heartbeat, Message
 
 
 class DetokenizerLoop:
@@ -33,9 +33,10 @@ class DetokenizerLoop:
     def step(self, now: int) -> float | None:
         return None
 
-    def counters(self) -> dict[str, float]:
-        return {
+    def heartbeat(self) -> Heartbeat:
+        counters = {
             "live_requests": float(self._detokenizer.live_requests),
             "tokens": float(self._detokenizer.tokens),
             "unknown_rows": float(self._detokenizer.unknown_rows),
         }
+        return Heartbeat(counters)

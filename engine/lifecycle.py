@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from engine.actions import Action, Announce, Kill, Say, Start, Tell
+from engine.hangs import HangWatch
 from engine.stages import Stage, Vitals
 from engine.wording import advise, describe_end, describe_progress
 from proto.ids import SUPERVISOR, Address, StageKind
@@ -37,8 +38,6 @@ _KILL_SECONDS = 2.0
 # Time beyond this between two ticks is our own sleep (a suspended machine, a stopped supervisor): nobody
 # else had a chance to speak during it.
 _LONGEST_TICK = 2.0
-# Threads that keep a hung process's connections alive use less CPU than this during a stall; work uses more.
-_COMPUTED_SECONDS = 0.05
 
 
 class Phase(Enum):
@@ -69,6 +68,7 @@ class Lifecycle:
         self.phase = Phase.STARTING
         self.failure = ""
         self._limits = limits
+        self._hangs = HangWatch(list(self.stages), limits.stall)
         self._last_incarnation = incarnation
         self._supervisor = Stage(SUPERVISOR, wrapped=False, incarnation=incarnation, pid=pid, state=StageState.READY)
         self._time = 0.0  # seconds that we were awake
@@ -113,14 +113,14 @@ class Lifecycle:
         stage = self.stages.get(address)
         if stage is None or not stage.lives:
             return []
-        self._mark_active(stage)
+        self._hangs.on_message(address, self._time)
         match message:
             case Ready():
                 self._on_ready(stage, message)
             case Progress():
                 self._on_progress(stage, message)
             case Heartbeat():
-                self._on_heartbeat(stage, message.counters)
+                self._on_heartbeat(stage, message)
             case Serving():
                 self._on_serving(stage)
             case Drained():
@@ -152,10 +152,7 @@ class Lifecycle:
                 self._on_loss(stage, "ended under its wrapper", advise(None, address.kind), last_lines)
             return self._take_actions()
         stage.rss_bytes, stage.cpu_seconds = vitals.rss_bytes, vitals.cpu_seconds
-        if stage.cpu_seconds - stage.cpu_when_active >= _COMPUTED_SECONDS:
-            self._mark_active(stage)
-        if stage.cpu_seconds - stage.cpu_when_stepped >= _COMPUTED_SECONDS:
-            self._mark_stepped(stage)
+        self._hangs.on_cpu_time(address, vitals.cpu_seconds, self._time)
         if vitals.state == "T":  # not "t": a debugger or profiler holds it and will let go
             advice = "Somebody sent it SIGSTOP or a terminal's ^Z; nothing that it held up could go on."
             self._on_loss(stage, "was stopped by a signal", advice, last_lines, StageState.STOPPED)
@@ -216,7 +213,7 @@ class Lifecycle:
     def _start(self, stage: Stage) -> None:
         self._last_incarnation += 1
         stage.incarnation = self._last_incarnation
-        self._mark_active(stage)
+        self._hangs.on_message(stage.address, self._time)
         self._do(Start(stage.address, stage.incarnation))
 
     def _on_ready(self, stage: Stage, ready: Ready) -> None:
@@ -260,34 +257,25 @@ class Lifecycle:
             "  Raise the limit if the machine is slow; --log-level debug shows what the stages do."
         )
 
-    def _on_heartbeat(self, stage: Stage, counters: dict[str, float]) -> None:
-        before, stage.counters = stage.counters, counters
-        worker = self.stages.get(Address(StageKind.WORKER, stage.address.replica, rank=0))
-        if stage.address.kind is not StageKind.SCHEDULER or worker is None:
-            return
-        # A worker may speak while its device hangs, or wait for a plan that was lost: the scheduler knows.
-        if not counters.get("running") or counters.get("step") != before.get("step"):
-            self._mark_stepped(worker)
-        elif self._may_hang(worker) and self._time - worker.stepped >= self._limits.stall:
-            self._on_hang(worker, "no step, with sequences running,")
+    def _on_heartbeat(self, stage: Stage, beat: Heartbeat) -> None:
+        address, stage.counters = stage.address, beat.counters
+        self._hangs.on_heartbeat(address, beat, self._time)
+        if address.kind is StageKind.SCHEDULER and self._hangs.is_stuck(address.replica, self._time):
+            worker = self.stages[Address(StageKind.WORKER, address.replica, rank=0)]
+            if self._may_hang(worker):
+                self._on_hang(worker, "sequences are running, but no step was made")
 
     def _look_for_hangs(self) -> None:
-        for stage in self.stages.values():
-            if self._may_hang(stage) and self._time - stage.active >= self._limits.stall:
-                self._on_hang(stage, "no heartbeat")
+        for address, stage in self.stages.items():
+            if self._may_hang(stage) and self._hangs.is_silent(address, self._time):
+                self._on_hang(stage, "no heartbeat came")
 
     def _may_hang(self, stage: Stage) -> bool:
         return stage.state is StageState.READY and self.phase in (Phase.STARTING, Phase.SERVING, Phase.DRAINING)
 
     def _on_hang(self, stage: Stage, missing: str) -> None:
-        how = f"hangs: {missing} and no CPU time for --stall-timeout {self._limits.stall:g} s"
+        how = f"hangs: {missing} and no CPU time was used for --stall-timeout {self._limits.stall:g} s"
         self._on_loss(stage, how, "Please report it, with the log above.", (), StageState.STOPPED)
-
-    def _mark_stepped(self, stage: Stage) -> None:
-        stage.stepped, stage.cpu_when_stepped = self._time, stage.cpu_seconds
-
-    def _mark_active(self, stage: Stage) -> None:
-        stage.active, stage.cpu_when_active = self._time, stage.cpu_seconds
 
     # ------------------------------------------------------------------ ending
 

@@ -34,11 +34,6 @@ class Stage:
     progress_shown: float = 0.0
     serving: bool = False
     drained: bool = False
-    # Instants in the lifecycle's own time, at which a hang would begin.
-    active: float = 0.0  # it last spoke or computed
-    cpu_when_active: float = 0.0
-    stepped: float = 0.0  # a worker last had no step to do, finished one, or computed
-    cpu_when_stepped: float = 0.0
 
     @property
     def title(self) -> str:

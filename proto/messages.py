@@ -402,9 +402,15 @@ class Progress(Message, frozen=True, tag="progress"):
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
-    """Every stage → supervisor, once a second and when counters matter. The source of all metrics."""
+    """Every stage → supervisor, once a second. The source of all metrics.
+
+    A busy stage whose `progress` stands still may hang; see `engine.hangs`. Counters are for people to read: nothing
+    is decided by them.
+    """
 
     counters: dict[str, float]
+    busy: bool = False  # there is work that ought to make progress
+    progress: int = 0  # grows with every piece of work done
 
 
 class Serving(Message, frozen=True, tag="serving"):

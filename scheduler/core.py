@@ -86,6 +86,16 @@ class Scheduler:
         return len(self._flight)
 
     @property
+    def running(self) -> int:
+        """Requests in the batch."""
+        return self._running.count
+
+    @property
+    def step(self) -> int:
+        """Number of the last step planned."""
+        return self._step
+
+    @property
     def counts(self) -> Counts:
         return self._lifecycle.counts
 

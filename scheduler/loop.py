@@ -7,7 +7,7 @@ from engine.runtime.garbage import tame_gc
 from engine.runtime.stage import Stage, is_ready
 from proto.config import SchedulerOptions
 from proto.ids import Address, StageKind
-from proto.messages import Message, StageInfo, StepPlan, StepResult, WorkerFacts, World
+from proto.messages import Heartbeat, Message, StageInfo, StepPlan, StepResult, WorkerFacts, World
 from scheduler.core import Scheduler
 
 _SMOOTHING = 1 / 64
@@ -62,15 +62,17 @@ class SchedulerLoop:
         # A plan that was due and did not come has nothing to run: a message will wake us.
         return None if due is None or due <= now else max(due - time.monotonic_ns(), 0) / 1e9
 
-    def counters(self) -> dict[str, float]:
-        if self._scheduler is None:
-            return {}
-        return {
-            **self._scheduler.counters(),
+    def heartbeat(self) -> Heartbeat:
+        scheduler = self._scheduler
+        if scheduler is None:
+            return Heartbeat({})
+        counters = {
+            **scheduler.counters(),
             "plan_us": self._plan_ns / 1e3,
             "results": float(self._results),
             "turnaround_s": self._turnaround_ns / 1e9,
         }
+        return Heartbeat(counters, busy=scheduler.running > 0, progress=scheduler.step)
 
     def _timed_plan(self, scheduler: Scheduler, now: int) -> StepPlan | None:
         begin = time.perf_counter_ns()

@@ -22,6 +22,7 @@ from proto.messages import (
     DrainRequest,
     Flush,
     FlushReply,
+    Heartbeat,
     Message,
     Reject,
     Stop,
@@ -160,7 +161,7 @@ class Edge:
         self._loop.call_later(_TICK_SECONDS, self._tick)
 
     def _keep_time(self) -> None:
-        self.stage.heartbeat(self.counters)
+        self.stage.send_heartbeat(self._heartbeat)
         now = time.monotonic()
         if now >= self._next_census:
             self._next_census = now + _CENSUS_SECONDS
@@ -276,10 +277,9 @@ class Edge:
         if not self.ended.done():
             self._flush()
 
-    def counters(self) -> dict[str, float]:
-        """For the heartbeat."""
+    def _heartbeat(self) -> Heartbeat:
         record = self.record
-        return {
+        counters: dict[str, float] = {
             "in_flight_requests": record.admission.requests,
             "in_flight_bytes": record.admission.bytes,
             "finished": record.finished,
@@ -288,6 +288,7 @@ class Edge:
             "repeated_deltas": record.repeated_deltas,
             "late_deltas": record.late_deltas,
         }
+        return Heartbeat(counters)
 
 
 def _in_parts(message: Message) -> Iterable[Message]:

@@ -279,21 +279,42 @@ def test_a_silent_stage_that_computes_does_not_hang() -> None:
 
 
 @pytest.mark.parametrize(
-    ("running", "moving", "cpu", "hangs"),
-    [(3.0, False, 0.0, True), (0.0, False, 0.0, False), (3.0, True, 0.0, False), (3.0, False, 0.5, False)],
+    ("busy", "moving", "cpu", "hangs"),
+    [(True, False, 0.0, True), (False, False, 0.0, False), (True, True, 0.0, False), (True, False, 0.5, False)],
     ids=["stuck", "idle", "stepping", "computing"],
 )
-def test_a_worker_whose_steps_stand_still_hangs(running: float, moving: bool, cpu: float, hangs: bool) -> None:
+def test_a_worker_whose_steps_stand_still_hangs(busy: bool, moving: bool, cpu: float, hangs: bool) -> None:
     """Though it sends heartbeats: its device hangs, or a plan was lost."""
     play = Play().serve()
     for second in range(13):
-        step = float(second if moving else 7)
         play.pass_time(1.0, heartbeats=False)
         for address in ADDRESSES:
             play.look(address, "S", cpu=1.0 + (cpu * second if address == WORKER else 0))
-            play.hear(address, Heartbeat({"running": running, "step": step} if address == SCHEDULER else {}))
-    assert ("quintet worker 0 rank 0 (pid 203) hangs: no step, with sequences running," in play.said()) is hangs
+            beat = Heartbeat({}, busy, progress=second if moving else 7) if address == SCHEDULER else Heartbeat({})
+            play.hear(address, beat)
+    assert ("quintet worker 0 rank 0 (pid 203) hangs: sequences are running, but no step was made" in play.said()) is (
+        hangs
+    )
     assert (play.lifecycle.phase is not Phase.SERVING) is hangs
+
+
+@pytest.mark.parametrize(("computing", "hangs"), [(None, True), (0, False), (1, False)])
+def test_a_replica_hangs_when_none_of_its_ranks_computes(computing: int | None, hangs: bool) -> None:
+    """A rank that waits for another is not stuck, and one replica's steps say nothing of the other's."""
+    ranks = [Address(StageKind.WORKER, replica, rank) for replica in (0, 1) for rank in (0, 1)]
+    schedulers = [Address(StageKind.SCHEDULER, replica) for replica in (0, 1)]
+    play = Play([SERVER, TOKENIZER, *schedulers, *ranks, DETOKENIZER]).serve()
+    for second in range(13):
+        play.pass_time(1.0, heartbeats=False)
+        for address in (SERVER, TOKENIZER, *ranks, DETOKENIZER):
+            play.hear(address, Heartbeat({}))
+        for rank in ranks:
+            computes = rank.replica == 1 and rank.rank == computing
+            play.look(rank, "S", cpu=1.0 + (0.5 * second if computes else 0.0))
+        play.hear(schedulers[0], Heartbeat({}, busy=True, progress=second))
+        play.hear(schedulers[1], Heartbeat({}, busy=True, progress=7))
+    assert ("quintet worker 1 rank 0 (pid 206) hangs" in play.said()) is hangs
+    assert "quintet worker 0" not in "".join(line for line in play.said().splitlines() if "hangs" in line)
 
 
 def test_a_supervisor_that_overslept_blames_nobody() -> None:

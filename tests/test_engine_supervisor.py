@@ -196,7 +196,7 @@ def test_a_hung_stage_ends_the_instance(start: Start) -> None:
     instance.until_said("quintet scheduler 0 is ready")
     assert instance.wait(15.0) == 1
     assert "quintet scheduler 0 (pid " in instance.output
-    assert "hangs: no heartbeat and no CPU time for --stall-timeout 3 s" in instance.output
+    assert "hangs: no heartbeat came and no CPU time was used for --stall-timeout 3 s" in instance.output
 
 
 def test_a_stage_that_dies_at_start_leaves_its_last_words(start: Start) -> None:

@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from engine.runtime.stage import Stage, is_ready
 from proto.config import TokenizerOptions
-from proto.messages import Message, Submit, TokenizeCall, WorkerFacts
+from proto.messages import Heartbeat, Message, Submit, TokenizeCall, WorkerFacts
 from tokenizer_proc.encoding import Ids
 from tokenizer_proc.requests import Job, Letter, RequestTokenizer
 
@@ -45,12 +45,13 @@ class TokenizerLoop:
             self._collect()
         return _POLL_SECONDS if self._long else None
 
-    def counters(self) -> dict[str, float]:
-        return {
+    def heartbeat(self) -> Heartbeat:
+        counters = {
             "requests": float(self._requests),
             "prompt_tokens": float(self._prompt_tokens),
             "long_texts": float(len(self._long)),
         }
+        return Heartbeat(counters)
 
     def _take_all(self, now: int) -> None:
         requests, self._waiting = self._waiting, []

@@ -6,7 +6,7 @@ from collections import deque
 from engine.runtime.stage import Stage
 from proto.config import WorkerOptions
 from proto.ids import Address, StageKind
-from proto.messages import Message, Reset, StepPlan, WorkerFacts, World
+from proto.messages import Heartbeat, Message, Reset, StepPlan, WorkerFacts, World
 from worker.device import Device
 from worker.output import OutputThread
 from worker.ranks.followers import Followers, end_without_peers
@@ -57,8 +57,8 @@ class WorkerLoop:
             self._output.put(completion)
         return 0.0 if self._plans else None
 
-    def counters(self) -> dict[str, float]:
-        return self._device.clock.counters()
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(self._device.clock.counters())
 
 
 def facts_of(device: Device, options: WorkerOptions) -> WorkerFacts:

@@ -58,8 +58,8 @@ class Handler(Protocol):
         None when only a message can give it work.
         """
 
-    def counters(self) -> dict[str, float]:
-        """For the heartbeat; cheap."""
+    def heartbeat(self) -> Heartbeat:
+        """Counters and progress, once a second; cheap."""
 
 
 class BusyShare:
@@ -166,15 +166,15 @@ class Stage:
                 empty = False
         return empty
 
-    def heartbeat(self, counters: Callable[[], dict[str, float]]) -> None:
-        """Send counters when one is due."""
+    def send_heartbeat(self, make: Callable[[], Heartbeat]) -> None:
+        """Send a heartbeat, with the counters of every stage added to its own, if one is due."""
         now = time.monotonic()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_SECONDS
-            values = counters()
-            values["backlog"] = float(sum(outbox.backlog for outbox in self._outboxes.values()))
-            values["dropped_stale"] = float(self.inbox.dropped_stale)
-            self.outbox(SUPERVISOR).send(Heartbeat(counters=values))
+            beat = make()
+            beat.counters["backlog"] = float(sum(outbox.backlog for outbox in self._outboxes.values()))
+            beat.counters["dropped_stale"] = float(self.inbox.dropped_stale)
+            self.outbox(SUPERVISOR).send(beat)
 
     def run(self, handler: Handler) -> NoReturn:
         """Play until told to stop, then leave the process."""
@@ -191,8 +191,14 @@ class Stage:
     def _loop(self, handler: Handler) -> None:
         pause: float | None = 0.0
         share = BusyShare(time.monotonic())
+
+        def heartbeat() -> Heartbeat:
+            beat = handler.heartbeat()
+            beat.counters["loop_busy_share"] = share.take(time.monotonic())
+            return beat
+
         while not self.stopping:
-            self.heartbeat(lambda: {**handler.counters(), "loop_busy_share": share.take(time.monotonic())})
+            self.send_heartbeat(heartbeat)
             wait = _IDLE_SECONDS if pause is None else min(pause, _IDLE_SECONDS)
             if not self.flush():
                 wait = min(wait, _RETRY_SECONDS)

@@ -13,7 +13,7 @@ import time
 from engine.runtime.stage import Stage, is_ready
 from proto.config import load_config
 from proto.ids import SUPERVISOR, Address, StageKind
-from proto.messages import Drained, Message, Ready, Serving, World
+from proto.messages import Drained, Heartbeat, Message, Ready, Serving, World
 
 KIND = load_config(sys.argv[1]).kind
 BEHAVIOUR = json.loads(os.environ.get("QUINTET_FAKE", "{}")).get(KIND.label, "")
@@ -53,8 +53,8 @@ class FakeLoop:
             self._stage.outbox(SUPERVISOR).send(Drained())
         return None if self._drain_at is None else 0.05
 
-    def counters(self) -> dict[str, float]:
-        return {"step": 1.0}
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat({"step": 1.0})
 
 
 def _misbehave(stage: Stage) -> None:

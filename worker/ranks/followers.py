@@ -11,7 +11,7 @@ from typing import NoReturn
 from engine.runtime.stage import Stage
 from proto.channel import encode
 from proto.ids import Address, StageKind
-from proto.messages import Message, Reset, StepPlan, Stop
+from proto.messages import Heartbeat, Message, Reset, StepPlan, Stop
 from worker.device import Deferred, Device
 from worker.ranks.group import PeerLostError
 
@@ -68,8 +68,8 @@ class FollowerLoop:
             end_without_peers(self._stage, error)
         return 0.0 if self._orders else None
 
-    def counters(self) -> dict[str, float]:
-        return self._device.clock.counters()
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(self._device.clock.counters())
 
     def _see_out(self) -> None:
         """Wait for each step as rank 0's output thread does: its host memory is free again, and the clock goes on."""
