@@ -69,7 +69,7 @@ def size_text(value: int) -> str:
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if value and value % _UNITS[unit.lower()] == 0:
             return f"{value // _UNITS[unit.lower()]}{unit}"
-    return f"{value} byte" if value == 1 else f"{value} bytes"
+    return f"{value}B"
 
 
 def choice(values: Mapping[str, str]) -> Callable[[str], str]:

@@ -13,6 +13,7 @@ from engine.flags import flag
 from proto.devices import OFFERS, is_simulated, refuse
 from proto.ids import Address, StageKind
 
+PAGE_SIZE = 16  # tokens of a KV page
 MEMORY_SHARE = 0.9  # of a device's memory, where --gpu-memory-utilization does not say otherwise
 _LEAST_BUFFER = 64 << 10  # what a client that does read may leave unread for a moment
 _DTYPES = {"auto": "auto"} | {dtype: dtype for offer in OFFERS.values() for dtype in offer.dtypes}
@@ -144,7 +145,7 @@ class ServeConfig:
         _BATCHING, "tokens in a step (default: 512; 4096 on cuda and simulated)", whole(1), "N", default=None
     )
     num_pages: int | None = flag(
-        _BATCHING, "KV cache size in pages of 16 tokens, instead of bytes", whole(2), "N", default=None
+        _BATCHING, f"KV cache size in pages of {PAGE_SIZE} tokens, instead of bytes", whole(2), "N", default=None
     )
     kv_cache_memory_bytes: int | None = flag(
         _BATCHING,

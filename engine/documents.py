@@ -6,12 +6,11 @@ from typing import Any
 import msgspec
 import psutil
 
-from engine.config import MEMORY_SHARE, ServeConfig
+from engine.config import MEMORY_SHARE, PAGE_SIZE, ServeConfig
 from proto.config import OPTIONS, Options, StageConfig
 from proto.ids import Address, StageKind
 from proto.model import ModelManifest
 
-PAGE_SIZE = 16
 _TEMPLATE_SECONDS = 5.0
 _MAX_MESSAGE_BYTES = 64 << 20
 _CPU_KV_BYTES = 2 << 30

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from engine.arguments import size, size_text
 from engine.cli import main, serve
 from engine.config import ServeConfig
 from engine.documents import (
@@ -266,6 +267,29 @@ def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> N
         main(["srve"])
     assert ended.value.code == 2
     assert "'srve'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("24GiB", 24 << 30),
+        ("24G", 24 << 30),
+        ("80GB", 80 * 10**9),
+        ("1.5 mib", 3 << 19),
+        ("4096", 4096),
+        ("7k", 7168),
+        ("1b", 1),
+    ],
+)
+def test_sizes(text: str, value: int) -> None:
+    assert size()(text) == value
+    assert size()(size_text(value)) == value
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1.2.3G", "12 parsecs", "0", "nan", "1e9"])
+def test_texts_that_are_no_sizes(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="must be"):
+        size()(text)
 
 
 # --------------------------------------------------------------------------- run directory

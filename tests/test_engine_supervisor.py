@@ -350,7 +350,9 @@ def test_a_bad_ready_file_is_named_before_anything_starts(start: Start) -> None:
 
 
 def test_an_instance_that_does_not_come_up_says_why() -> None:
-    with pytest.raises(InstanceError, match=r"exit code 2:\n(.*\n)*.*--data-parallel-size: 2 is not built yet"):
+    with pytest.raises(
+        InstanceError, match=r"exit code 2:\n(.*\n)*.*--data-parallel-size: data parallelism is not built yet"
+    ):
         Instance.start(["--model", "demo", "--data-parallel-size", "2"])
 
 

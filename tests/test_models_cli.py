@@ -1,6 +1,5 @@
 """The commands around models: `python -m engine.models`, `quintet estimate`, `quintet doctor`."""
 
-import argparse
 import hashlib
 import json
 import os
@@ -120,7 +119,7 @@ def test_llama_3_1_8b_by_hand(capsys: pytest.CaptureFixture[str], llama_8b: str)
     [
         (["--dtype", "float32"], 262144, 32_121_044_992),
         (["--kv-cache-dtype", "fp8"], 65536, 16_060_522_496),
-        (["--dtype", "float32", "--kv-cache-dtype", "bfloat16"], 131072, 32_121_044_992),
+        (["--dtype", "float", "--kv-cache-dtype", "fp8_e4m3"], 65536, 32_121_044_992),
     ],
 )
 def test_dtypes(
@@ -205,18 +204,15 @@ def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "no.json" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("24GiB", 24 * GIB), ("24G", 24 * GIB), ("80GB", 80 * 10**9), ("1.5 mib", 3 << 19), ("4096", 4096), ("7k", 7168)],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert estimate.parse_size(text) == size
+def test_the_model_may_be_named_as_for_serve(capsys: pytest.CaptureFixture[str], llama_8b: str) -> None:
+    assert run_estimate(capsys, "--model", llama_8b) == run_estimate(capsys, llama_8b)
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1.2.3G", "12 parsecs", "0", "nan", "1e9"])
-def test_sizes_that_are_none(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError):
-        estimate.parse_size(text)
+@pytest.mark.parametrize("dtype", ["int8", "float32"])
+def test_kv_dtypes_are_those_that_a_device_has(capsys: pytest.CaptureFixture[str], llama_8b: str, dtype: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["estimate", llama_8b, "--kv-cache-dtype", dtype])
+    assert f"--kv-cache-dtype: must be one of auto, fp8, fp8_e4m3; got '{dtype}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,20 @@
 
 import argparse
 import json
-import re
 import sys
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 
+from engine.arguments import size, whole
+from engine.config import MEMORY_SHARE, PAGE_SIZE, ServeConfig
+from engine.flags import add_flags
 from engine.models import ModelError, ProgressLines, read_config
 from proto.cache import CacheGroups
 from proto.model import ModelConfig
 
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_KV_BYTES = {**_WEIGHT_BYTES, "fp8": 1, "fp8_e4m3": 1, "int8": 1}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
-_UNITS = {"": 1, "b": 1}
-for _power, _letter in enumerate("kmgt", start=1):
-    _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
+_KV_BYTES = _WEIGHT_BYTES | {"fp8_e4m3": 1}
+_SAME_AS_SERVE = ("model", "dtype", "kv_cache_dtype", "gpu_memory_utilization", "max_model_len")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +43,19 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "estimate",
         help="compute KV memory and how many sequences fit",
-        description="Compute what a model's weights and KV cache need, and how many sequences fit in a memory.",
+        description="Compute what a model's weights and KV cache need, and how many sequences fit in a memory. "
+        "MODEL may be a config.json, or anything that `quintet serve` takes.",
     )
-    parser.add_argument("model", metavar="CONFIG_OR_MODEL", help="a config.json, or anything that --model takes")
-    parser.add_argument("--memory", type=parse_size, metavar="SIZE", help="of the device, as 24GiB or 80GB")
-    parser.add_argument("--gpu-memory-utilization", type=_share, default=Fraction(9, 10), metavar="SHARE", help="(0.9)")
-    parser.add_argument("--dtype", choices=("auto", *_WEIGHT_BYTES), default="auto", help="of the weights (auto)")
-    parser.add_argument("--kv-cache-dtype", choices=("auto", *_KV_BYTES), default="auto", help="(that of the weights)")
-    parser.add_argument("--page-size", type=_count, default=16, metavar="TOKENS", help="(16)")
-    parser.add_argument("--max-model-len", type=_count, metavar="TOKENS", help="longest sequence (the model's)")
-    parser.add_argument("--sequence-length", type=_count, metavar="TOKENS", help="to fit (--max-model-len)")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    add_flags(parser, ServeConfig, only=_SAME_AS_SERVE)
+    group = parser.add_argument_group("what to fit")
+    group.add_argument("--memory", type=size(), metavar="SIZE", help="memory of the device, such as 24GiB or 80GB")
+    group.add_argument(
+        "--sequence-length", type=whole(1), metavar="N", help="tokens of each sequence (default: --max-model-len)"
+    )
+    group.add_argument(
+        "--page-size", type=whole(1), default=PAGE_SIZE, metavar="N", help="tokens of a KV page (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             max_model_len=args.max_model_len,
             sequence_length=_length(config, args.max_model_len, args.sequence_length),
             memory=args.memory,
-            utilization=args.gpu_memory_utilization,
+            utilization=args.gpu_memory_utilization or MEMORY_SHARE,
         )
     except (ModelError, ValueError) as error:
         sys.stderr.write(f"quintet: {error}\n")
@@ -83,13 +84,13 @@ def estimate(
     *,
     dtype: str = "auto",
     kv_cache_dtype: str = "auto",
-    page_size: int = 16,
+    page_size: int = PAGE_SIZE,
     max_model_len: int | None = None,
     sequence_length: int,
     memory: int | None = None,
-    utilization: Fraction = Fraction(9, 10),
+    utilization: float = MEMORY_SHARE,
 ) -> Estimate:
-    """Sizes of a model, and what fits in `memory` bytes of which the share `utilization` may be used.
+    """Compute a model's sizes, and what fits in `memory` bytes of which the share `utilization` may be used.
 
     Activations and the runtime's own memory are not counted. Raises ValueError when the weights alone do not fit.
     """
@@ -137,12 +138,12 @@ def _mlp_parameters(config: ModelConfig) -> int:
     return len(config.dense_layers) * dense + (config.num_layers - len(config.dense_layers)) * mixture
 
 
-def _fit(sizes: Estimate, groups: CacheGroups, memory: int, utilization: Fraction) -> Estimate:
-    usable = int(memory * utilization)
+def _fit(sizes: Estimate, groups: CacheGroups, memory: int, utilization: float) -> Estimate:
+    usable = int(memory * Fraction(str(utilization)))  # 0.9 means nine tenths, not the float beside it
     pool = usable - sizes.weight_bytes
     if pool < sizes.page_bytes:
         raise ValueError(
-            f"--memory: {_human(memory)} × {float(utilization):g} = {_human(usable)} hold no page of "
+            f"--memory {_human(memory)} × {utilization:g} = {_human(usable)} has no room for a KV page of "
             f"{_human(sizes.page_bytes)} beside {_human(sizes.weight_bytes)} of weights"
         )
     pages, window_pages = groups.divide(pool)
@@ -167,10 +168,10 @@ def _fit(sizes: Estimate, groups: CacheGroups, memory: int, utilization: Fractio
 def _length(config: ModelConfig, max_model_len: int | None, sequence_length: int | None) -> int:
     longest = max_model_len or config.max_position_embeddings
     if longest > config.max_position_embeddings:
-        raise ValueError(f"--max-model-len: {longest} exceeds the model's {config.max_position_embeddings} positions")
+        raise ValueError(f"--max-model-len {longest} exceeds the model's {config.max_position_embeddings} positions")
     length = sequence_length or longest
     if length > longest:
-        raise ValueError(f"--sequence-length: {length} exceeds the longest sequence of {longest}")
+        raise ValueError(f"--sequence-length {length} exceeds the longest sequence, {longest} tokens")
     return length
 
 
@@ -206,30 +207,3 @@ def _human(size: int) -> str:
     while value >= 1024 and unit != "TiB":
         value, unit = value / 1024, next(units)
     return f"{value:.2f} {unit}" if unit != "bytes" else f"{size} bytes"
-
-
-def parse_size(text: str) -> int:
-    """Bytes of "24GiB" (2^30), "80GB" (10^9), "24G" (as GiB, like vLLM's flags) or a bare number."""
-    match = _SIZE.fullmatch(text.strip().lower())
-    if match is None or match[2] not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 24GiB, 80GB or in bytes")
-    size = int(Fraction(match[1]) * _UNITS[match[2]])
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be more than nothing")
-    return size
-
-
-def _share(text: str) -> Fraction:
-    try:
-        share = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        share = Fraction(0)
-    if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be above 0 and at most 1")
-    return share
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
