@@ -65,11 +65,10 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A field with a `Spec`, as found in its struct."""
+    """A field that has a `Spec`: its name and type in the struct."""
 
     field: str
-    type: Any
-    default: Any
+    kind: Any
     spec: Spec
 
 
@@ -79,7 +78,7 @@ def parameters_of(struct: type[msgspec.Struct]) -> tuple[Parameter, ...]:
     for field in msgspec.structs.fields(struct):
         if get_origin(field.type) is Annotated:
             kind, spec = get_args(field.type)
-            found.append(Parameter(field.name, kind, field.default, spec))
+            found.append(Parameter(field.name, kind, spec))
     return tuple(found)
 
 

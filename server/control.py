@@ -10,6 +10,7 @@ import grpc
 
 from proto.ids import Address, StageKind
 from proto.messages import SCHEMA_HASH, Flush, FlushReply, StageInfo, StageState
+from proto.parameters import MAX_LOGPROBS
 from quintet_client.v1 import control_pb2 as pb
 from server import limits, rpc
 from server.edge import Edge
@@ -116,7 +117,7 @@ class ControlService:
             max_stop_strings=limits.MAX_STOP_STRINGS,
             max_stop_string_bytes=limits.MAX_STOP_STRING_BYTES,
             max_stop_token_ids=limits.MAX_STOP_TOKEN_IDS,
-            max_logprobs=limits.MAX_LOGPROBS,
+            max_logprobs=MAX_LOGPROBS,
             max_logit_bias=limits.MAX_LOGIT_BIAS,
             max_request_id_bytes=limits.MAX_REQUEST_ID_BYTES,
             max_cache_salt_bytes=limits.MAX_CACHE_SALT_BYTES,

@@ -10,7 +10,6 @@ from proto.messages import StageInfo, TokenizerFacts, WorkerFacts
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_BYTES = 4096  # of all together
 MAX_STOP_TOKEN_IDS = 1024
-MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_REQUEST_ID_BYTES = 256
 MAX_CACHE_SALT_BYTES = 256

@@ -1,25 +1,20 @@
-"""From a request message to a checked `Ask`: every field has a range, and every default is resolved here."""
+"""From a request message to a checked `Ask`. Ranges and defaults of parameters are those of `proto.parameters`."""
 
-import math
 import re
 import secrets
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from proto.messages import I32, ChatMessage, RequestParams, Sampling, WorkClass
+from proto.parameters import MAX_INT32, MAX_LOGPROBS, Parameter, Spec, parameters_of
 from quintet_client.v1 import inference_pb2 as pb
 from server import limits
 from server.limits import ModelFacts
 from server.status import InvalidFieldError, NotBuiltError, UnknownModelError
 
-# At this temperature the most likely token of two that differ by 0.5 in logit has probability 1 - 2e-22.
-GREEDY_TEMPERATURE = 0.01
-_MAX_TEMPERATURE = 100.0
-_MAX_PRIORITY = 1000
-_MAX_LOGIT_BIAS = 100.0
-_MAX_INT32 = 2**31 - 1
+_MAX_LOGIT_BIAS = 100
 # It travels in metadata, which holds visible ASCII.
 _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{limits.MAX_REQUEST_ID_BYTES}}}")
 _WORK_CLASSES = {
@@ -27,6 +22,20 @@ _WORK_CLASSES = {
     pb.WORK_CLASS_CHAT: WorkClass.CHAT,
     pb.WORK_CLASS_AGENT: WorkClass.AGENT,
     pb.WORK_CLASS_BATCH: WorkClass.BATCH,
+}
+
+_SAMPLING = parameters_of(Sampling)
+# Those of a single value; lists are checked item by item.
+_PARAMS = tuple(p for p in parameters_of(RequestParams) if p.kind in (int, bool, str))
+# Features to come, and the values that ask nothing of them.
+_NOT_BUILT: dict[Spec, tuple[float, ...]] = {
+    Spec("sampling.n", 1, MAX_INT32): (1,),
+    Spec("sampling.best_of", 1, MAX_INT32): (1,),
+    Spec("sampling.beam_width", 0, MAX_INT32): (0, 1),
+    Spec("penalties.repetition", 0.01, 100): (1,),
+    Spec("penalties.presence", -2, 2): (0,),
+    Spec("penalties.frequency", -2, 2): (0,),
+    Spec("prompt_logprobs", 0, MAX_LOGPROBS): (),
 }
 
 
@@ -113,54 +122,51 @@ def _check_prompt_ids(ids: Sequence[int], facts: ModelFacts) -> bytes:
 
 def _check_params(request: pb.GenerateRequest, facts: ModelFacts, deadline: int) -> RequestParams:
     stopping = request.stopping
-    max_new_tokens = stopping.max_new_tokens if stopping.HasField("max_new_tokens") else -1
-    if stopping.HasField("max_new_tokens"):
-        _check_range("stopping.max_new_tokens", max_new_tokens, 0, _MAX_INT32)
-    _check_range(
-        "stopping.min_new_tokens",
-        stopping.min_new_tokens,
-        0,
-        max_new_tokens if max_new_tokens >= 0 else facts.worker.max_model_len,
-    )
-    _check_range("priority", request.priority, -_MAX_PRIORITY, _MAX_PRIORITY)
+    given = _given(_PARAMS, request)
+    most = given.get("max_new_tokens", MAX_INT32)
+    if stopping.min_new_tokens > most:
+        raise InvalidFieldError(
+            "stopping.min_new_tokens", f"must be at most max_new_tokens ({most}), not {stopping.min_new_tokens}"
+        )
     _check_bytes("cache_salt", _utf8_length(request.cache_salt), limits.MAX_CACHE_SALT_BYTES)
     if request.work_class not in _WORK_CLASSES:
         raise InvalidFieldError("work_class", f"{request.work_class} is not a WorkClass")
     return RequestParams(
         sampling=_check_sampling(request),
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=stopping.min_new_tokens,
         stop_strings=_check_stop_strings(stopping.stop_strings),
         stop_token_ids=check_ids("stopping.stop_token_ids", stopping.stop_token_ids, limits.MAX_STOP_TOKEN_IDS, facts),
-        include_stop=stopping.include_stop_str_in_output,
-        ignore_eos=stopping.ignore_eos,
-        skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else True,
         work_class=_WORK_CLASSES[request.work_class],
-        priority=request.priority,
-        cache_salt=request.cache_salt,
         deadline=deadline,
+        **given,
     )
 
 
 def _check_sampling(request: pb.GenerateRequest) -> Sampling:
-    sampling = request.sampling
-    temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
-    top_p = sampling.top_p if sampling.HasField("top_p") else 1.0
-    _check_range("sampling.temperature", temperature, 0, _MAX_TEMPERATURE)
-    _check_range("sampling.top_k", sampling.top_k, -1, _MAX_INT32)
-    if not 0 < top_p <= 1:  # false for NaN
-        raise InvalidFieldError("sampling.top_p", f"must be above 0 and at most 1, not {top_p}")
-    _check_range("sampling.min_p", sampling.min_p, 0, 1)
-    if request.HasField("logprobs"):
-        _check_range("logprobs", request.logprobs, 0, limits.MAX_LOGPROBS)
-    return Sampling(
-        temperature=temperature if temperature > GREEDY_TEMPERATURE else 0.0,
-        top_k=max(sampling.top_k, 0),
-        top_p=top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
-        logprobs=request.logprobs if request.HasField("logprobs") else -1,
-    )
+    given = _given(_SAMPLING, request)
+    if "seed" not in given:
+        given["seed"] = secrets.randbits(64)
+    return Sampling(**given)
+
+
+def _given(parameters: Iterable[Parameter], request: pb.GenerateRequest) -> dict[str, Any]:
+    """Values that the caller set, by the field of ours that takes them. Raises InvalidFieldError."""
+    values = {}
+    for parameter in parameters:
+        value = _value_of(parameter.spec, request)
+        if value is not None:
+            values[parameter.field] = value
+    return values
+
+
+def _value_of(spec: Spec, request: pb.GenerateRequest) -> Any:
+    """The value of a scalar field, None where it is unset. Raises InvalidFieldError when it is out of range."""
+    message = getattr(request, spec.parent) if spec.parent else request
+    if not message.HasField(spec.name):
+        return None
+    value = getattr(message, spec.name)
+    if not spec.accepts(value):
+        raise InvalidFieldError(spec.path, f"must be {spec.range}, not {value}")
+    return value
 
 
 def _check_stop_strings(strings: Sequence[str]) -> tuple[str, ...]:
@@ -175,22 +181,13 @@ def _check_stop_strings(strings: Sequence[str]) -> tuple[str, ...]:
 
 
 def _refuse_not_built(request: pb.GenerateRequest, facts: ModelFacts) -> None:
-    """Fields of features to come: a wrong value is wrong already, a neutral one is fine, others are refused."""
-    sampling, penalties = request.sampling, request.penalties
-    used: list[str] = []
-    value: float
-    for name, least in (("n", 1), ("best_of", 1), ("beam_width", 0)):
-        value = getattr(sampling, name) if sampling.HasField(name) else least
-        _check_range(f"sampling.{name}", value, least, _MAX_INT32)
-        used += [f"sampling.{name}"] if value > 1 else []
-    for name, neutral, low, high in (("repetition", 1, 0.01, 100), ("presence", 0, -2, 2), ("frequency", 0, -2, 2)):
-        value = getattr(penalties, name) if penalties.HasField(name) else neutral
-        _check_range(f"penalties.{name}", value, low, high)
-        used += [f"penalties.{name}"] if value != neutral else []
+    """Refuse what would change something: a value out of range is wrong already, a neutral one is fine."""
+    used = []
+    for spec, neutral in _NOT_BUILT.items():
+        value = _value_of(spec, request)
+        if value is not None and value not in neutral:
+            used.append(spec.path)
     used += ["logit_bias"] if _check_logit_bias(request.logit_bias.items(), facts) else []
-    if request.HasField("prompt_logprobs"):
-        _check_range("prompt_logprobs", request.prompt_logprobs, 0, limits.MAX_LOGPROBS)
-        used.append("prompt_logprobs")
     if request.constraint.WhichOneof("kind"):
         used.append(f"constraint.{request.constraint.WhichOneof('kind')}")
     used += [name for name in ("prefix_id", "partial_at_deadline") if getattr(request, name)]
@@ -208,14 +205,11 @@ def _check_logit_bias(entries: Iterable[tuple[int, float]], facts: ModelFacts) -
             raise InvalidFieldError(
                 f"logit_bias[{token_id}]", f"the id must be 0 to {facts.worker.vocab_size - 1}, not {token_id}"
             )
-        _check_range(f"logit_bias[{token_id}]", bias, -_MAX_LOGIT_BIAS, _MAX_LOGIT_BIAS)
+        if not -_MAX_LOGIT_BIAS <= bias <= _MAX_LOGIT_BIAS:  # false for NaN
+            raise InvalidFieldError(
+                f"logit_bias[{token_id}]", f"must be -{_MAX_LOGIT_BIAS} to {_MAX_LOGIT_BIAS}, not {bias}"
+            )
     return bool(biases)
-
-
-def _check_range(field: str, value: float, least: float, most: float) -> None:
-    """Closed range; NaN and infinities are outside of every one."""
-    if not (math.isfinite(value) and least <= value <= most):
-        raise InvalidFieldError(field, f"must be {least} to {most}, not {value}")
 
 
 def _check_bytes(field: str, size: int, most: int) -> None:

@@ -26,12 +26,7 @@ CPU = torch.device("cpu")
 def table_of(rows: SamplingRows) -> SamplingTable:
     """A row's parameters in the slot of its number."""
     table = SamplingTable(len(rows.slots), CPU)
-    count = len(rows.slots)
-    params = rows.params
-    table.seeds[:count] = torch.from_numpy(params["seed"].view(np.int64).copy())
-    for target, name in ((table.temperatures, "temperature"), (table.top_ps, "top_p"), (table.min_ps, "min_p")):
-        target[:count] = torch.from_numpy(params[name].copy())
-    table.top_ks[:count] = torch.from_numpy(params["top_k"].copy())
+    table.words[: len(rows.slots)] = torch.from_numpy(rows.params.view(np.int32).reshape(-1, SamplingTable.WORDS))
     return table
 
 

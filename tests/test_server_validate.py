@@ -91,16 +91,12 @@ def test_sampling_edges(field: str, value: float) -> None:
 @pytest.mark.parametrize(("field", "value"), [("top_k", -1), ("top_k", 0), ("top_p", 1.0), ("min_p", 1.0)])
 def test_sampling_edges_that_are_fine(field: str, value: float) -> None:
     sampling = ask(sampling=make_sampling(field, value)).params.sampling
-    assert getattr(sampling, field) == max(0, value)
+    assert getattr(sampling, field) == value
 
 
-@pytest.mark.parametrize("temperature", [1e-2, 1e-4, 1e-6, 1e-38, 0.0])
-def test_tiny_temperatures_are_greedy(temperature: float) -> None:
-    assert ask(sampling=pb.Sampling(temperature=temperature)).params.sampling.temperature == 0.0
-
-
-def test_temperature_above_is_kept() -> None:
-    assert ask(sampling=pb.Sampling(temperature=0.011)).params.sampling.temperature == 0.011
+@pytest.mark.parametrize("temperature", [0.0, 1e-38, 1e-6, 1e-4, 0.011])
+def test_temperatures_are_the_samplers_to_judge(temperature: float) -> None:
+    assert ask(sampling=pb.Sampling(temperature=temperature)).params.sampling.temperature == temperature
 
 
 @pytest.mark.parametrize("field", ["repetition", "presence", "frequency"])
@@ -188,7 +184,6 @@ def test_stop_strings_at_their_caps() -> None:
         ({"max_new_tokens": -1}, "max_new_tokens"),
         ({"min_new_tokens": -1}, "min_new_tokens"),
         ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens"),
-        ({"min_new_tokens": MAX_MODEL_LEN + 1}, "min_new_tokens"),
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
     ],
 )

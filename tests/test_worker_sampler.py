@@ -8,9 +8,10 @@ import numpy.typing as npt
 import pytest
 
 from proto.messages import RowStatus, TokenLogprobs
+from proto.parameters import GREEDY_TEMPERATURE
 from worker.cpu.sampler import Sampled, sample
 from worker.steps.random import Purpose, philox4x32, uniform
-from worker.steps.sampling import GREEDY_TEMPERATURE, SAMPLING, SamplingRows
+from worker.steps.sampling import SAMPLING, SamplingRows
 
 F32 = npt.NDArray[np.float32]
 
@@ -99,6 +100,7 @@ BASE = [0.4, 0.3, 0.15, 0.1, 0.05]
         ({"top_k": 1}, [1, 0, 0, 0, 0]),
         ({"top_k": 2}, [4 / 7, 3 / 7, 0, 0, 0]),
         ({"top_k": 99}, BASE),
+        ({"top_k": -1}, BASE),
         ({"top_p": 0.4001}, [4 / 7, 3 / 7, 0, 0, 0]),
         ({"top_p": 0.3}, [1, 0, 0, 0, 0]),
         ({"top_p": 1e-9}, [1, 0, 0, 0, 0]),

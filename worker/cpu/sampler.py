@@ -12,9 +12,10 @@ import numpy.typing as npt
 
 from proto.channel import encode
 from proto.messages import RowStatus, TokenLogprobs
+from proto.parameters import GREEDY_TEMPERATURE
 from worker.steps.batch import I32Array
 from worker.steps.random import Purpose, uniform
-from worker.steps.sampling import GREEDY_TEMPERATURE, SamplingRows
+from worker.steps.sampling import SamplingRows
 
 # top_p looks at this many of the most likely ids first and at more only if their mass falls short.
 _NUCLEUS_GUESS = 1024

@@ -9,6 +9,7 @@ import torch
 from proto.channel import encode
 from proto.config import WorkerOptions
 from proto.messages import StepPlan, StepResult, TokenLogprobs
+from proto.parameters import GREEDY_TEMPERATURE
 from worker.cuda.flashinfer import pad_indptr
 from worker.cuda.frames import Frame, Frames, Span
 from worker.cuda.graphs import DecodeGraphs
@@ -18,7 +19,7 @@ from worker.cuda.step import GpuStep, MixedInputs
 from worker.cuda.tiles import cut_chunks, list_stride
 from worker.device import Completion, Deferred, StepClock
 from worker.steps.batch import I32Array, StepBatch
-from worker.steps.sampling import GREEDY_TEMPERATURE, SamplingRows
+from worker.steps.sampling import SamplingRows, sampling_records
 from worker.steps.sequence import PlanSequence
 from worker.steps.tables import SlotTables
 
@@ -335,16 +336,9 @@ def _mode(rows: SamplingRows) -> Mode:
     return Mode.CUT if (cut | ~ranked).all() else Mode.FILTERED
 
 
-_SAMPLING = np.dtype(
-    [("seed", "u8"), ("temperature", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("top_k", "i4"), ("unused", "i4")]
-)
-
-
 def _sampling_words(plan: StepPlan) -> I32Array:
     """Rows of `SamplingTable` of the requests that the plan admits, one after another."""
-    settings = [row.sampling for row in plan.admits]
-    table = np.array([(s.seed, s.temperature, s.top_p, s.min_p, s.top_k, 0) for s in settings], _SAMPLING)
-    return table.view(np.int32)
+    return sampling_records(plan.admits).view(np.int32)
 
 
 def _logprobs(frame: Frame, rows: SamplingRows, statuses: np.ndarray) -> tuple[tuple[int, bytes], ...]:

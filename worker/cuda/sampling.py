@@ -9,12 +9,14 @@ from enum import IntEnum
 import torch
 
 from proto.messages import RowStatus
+from proto.parameters import GREEDY_TEMPERATURE
 from worker.cuda.random import uniform
 from worker.steps.random import Purpose
-from worker.steps.sampling import GREEDY_TEMPERATURE
+from worker.steps.sampling import SAMPLING
 
 MOST_RANKED = 1024  # ids of a row that `Mode.CUT` puts in order
 _BLOCK = 256  # ids whose mass is summed before any is looked at
+_TORCH_TYPES = {"f8": torch.float64, "u8": torch.int64, "i4": torch.int32}
 
 
 class Mode(IntEnum):
@@ -27,16 +29,21 @@ class Mode(IntEnum):
 
 
 class SamplingTable:
-    """How each slot's tokens are drawn, in device memory. Slot `slots` is of padding: greedy."""
+    """Each slot's record of SAMPLING, in device memory. Slot `slots` is of padding: greedy."""
 
-    WORDS = 10  # int32 a row: seed, temperature, top_p, min_p (8 bytes each), top_k, unused
+    WORDS = SAMPLING.itemsize // 4  # int32 a record
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.words = torch.zeros(slots + 1, self.WORDS, dtype=torch.int32, device=device)
-        doubles = self.words.view(torch.float64)
-        self.seeds = self.words.view(torch.int64)[:, 0]
-        self.temperatures, self.top_ps, self.min_ps = doubles[:, 1], doubles[:, 2], doubles[:, 3]
-        self.top_ks = self.words[:, 8]
+        assert SAMPLING.fields is not None
+        self._fields = {
+            name: self.words.view(_TORCH_TYPES[kind.str[1:]])[:, offset // kind.itemsize]
+            for name, (kind, offset, *_) in SAMPLING.fields.items()
+        }
+
+    def __getitem__(self, field: str) -> torch.Tensor:
+        """A view of one field of all slots."""
+        return self._fields[field]
 
 
 def finite_rows(logits: torch.Tensor) -> torch.Tensor:
@@ -62,8 +69,8 @@ def sample(
     good = finite & torch.isfinite(logits.gather(1, best[:, None])[:, 0])  # else nothing is left to draw
     ids = best
     if mode is not Mode.GREEDY:
-        temperatures = table.temperatures[slots]
-        numbers = uniform(table.seeds[slots], positions + 1, Purpose.SAMPLE)
+        temperatures = table["temperature"][slots]
+        numbers = uniform(table["seed"][slots], positions + 1, Purpose.SAMPLE)
         # Greedy rows and rows without a finite logit compute along; what they get is not used.
         weights = _weights(logits, torch.where(temperatures < GREEDY_TEMPERATURE, 1.0, temperatures))
         if mode is Mode.PLAIN:
@@ -89,7 +96,7 @@ def _filtered(
     no more than their `most` likeliest ids.
     """
     size = weights.shape[1]
-    top_ks, top_ps, min_ps = table.top_ks[slots], table.top_ps[slots], table.min_ps[slots].float()[:, None]
+    top_ks, top_ps, min_ps = table["top_k"][slots], table["top_p"][slots], table["min_p"][slots].float()[:, None]
     limits = torch.where(top_ks > 0, top_ks.clamp(max=size), size)
     descending, order = _most_likely(weights, min(most, size))
     ranks = torch.arange(descending.shape[1], device=weights.device)

@@ -1,28 +1,35 @@
 """What is asked of each sampled row, whichever device draws its token."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from proto.messages import AdmitRow, Sampling
+from proto.parameters import MAX_UINT64, Parameter, parameters_of
 from worker.steps.batch import I32Array
 
-# Below it a temperature means greedy: the quotient of logits would only amplify their rounding.
-GREEDY_TEMPERATURE = 1e-5
+_PARAMETERS = parameters_of(Sampling)
 
-# How a slot's tokens are drawn, as proto.messages.Sampling; `min_len`: stop ids are masked at positions before it.
-SAMPLING = np.dtype(
-    [
-        ("temperature", "f8"),
-        ("top_k", "i4"),
-        ("top_p", "f8"),
-        ("min_p", "f8"),
-        ("seed", "u8"),
-        ("logprobs", "i4"),
-        ("min_len", "i4"),
-    ]
-)
+
+def _column_of(parameter: Parameter) -> tuple[str, str]:
+    """Name and type of a parameter's column."""
+    if parameter.kind is float:
+        return parameter.field, "f8"
+    return parameter.field, "u8" if parameter.spec.high == MAX_UINT64 else "i4"
+
+
+# How a slot's tokens are drawn: the parameters of `Sampling` and `min_len`, before which stop ids are masked. Aligned,
+# so that a device which keeps the same records can view each field as a tensor.
+SAMPLING = np.dtype([*map(_column_of, _PARAMETERS), ("min_len", "i4")], align=True)
+
+
+def sampling_records(rows: Iterable[AdmitRow]) -> npt.NDArray[Any]:
+    """Records of SAMPLING of the requests that these rows admit."""
+    records = [(*[getattr(row.sampling, p.field) for p in _PARAMETERS], row.min_len) for row in rows]
+    return np.array(records, SAMPLING)
 
 
 @dataclass(frozen=True, slots=True)

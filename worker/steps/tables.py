@@ -10,7 +10,7 @@ import numpy.typing as npt
 from proto.messages import U8, AdmitRow, StepPlan, column
 from worker.steps.batch import I32Array, PageLists, StepBatch
 from worker.steps.page_table import PageTable, outside
-from worker.steps.sampling import SAMPLING, SamplingRows
+from worker.steps.sampling import SAMPLING, SamplingRows, sampling_records
 from worker.steps.sequence import PlanError
 
 _NOTHING = np.zeros(0, np.int32)
@@ -163,8 +163,7 @@ class SlotTables:
         if outside(stop_ids, self.vocab_size):
             stop_ids = stop_ids[(stop_ids >= 0) & (stop_ids < self.vocab_size)]
         self._stop_ids[slot] = stop_ids
-        s = row.sampling
-        self._sampling[slot] = (s.temperature, s.top_k, s.top_p, s.min_p, s.seed, s.logprobs, row.min_len)
+        self._sampling[slot] = sampling_records([row])[0]
 
     def _append(self, plan: StepPlan) -> None:
         slots, pages = column(plan.append_slots), column(plan.append_pages)
