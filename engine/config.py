@@ -64,7 +64,7 @@ class ServeConfig:
 
     model: str = flag(
         _MODEL,
-        "demo, a Hugging Face directory, a .gguf file, or org/name on the Hugging Face Hub",
+        "demo, a Hugging Face directory, a .gguf file, or org/name on the Hub",
         name,
         "MODEL",
         supervisor=True,
@@ -81,25 +81,25 @@ class ServeConfig:
     )
     device: str = flag(
         _MODEL,
-        "cpu, reference (slow, exact), cuda (not run on a GPU yet), or a simulation: sim:h200, sim:h100, sim:custom,…",
+        "cpu, reference (slow, exact), cuda, sim:h200, sim:h100 or sim:custom,…",
         name,
         "DEVICE",
         default="cpu",
     )
     dtype: str = flag(
         _MODEL,
-        "data type of weights and activations: auto (the model's own), bfloat16, float32, or float16 (cuda)",
+        "data type: auto (the model's), bfloat16, float32 or float16 (cuda)",
         choice(_DTYPES),
         "DTYPE",
         default="auto",
     )
     load_format: str = flag(
-        _MODEL, "dummy fills the model with random weights", str, choices=("auto", "dummy"), default="auto"
+        _MODEL, "auto loads the checkpoint, dummy draws random weights", str, choices=("auto", "dummy"), default="auto"
     )
     seed: int = flag(_MODEL, "seed of the weights of --load-format dummy", whole(0, (1 << 63) - 1), "N", default=0)
     threads: int | None = flag(
         _MODEL,
-        "threads of each worker (default: the cores, divided between workers)",
+        "threads of each worker (default: its share of the cores)",
         whole(1, 4096),
         "N",
         default=None,
@@ -109,7 +109,7 @@ class ServeConfig:
     )
     data_parallel_size: int = flag(
         _MODEL,
-        "replicas of the model, each with a scheduler; only 1 until data parallelism is built",
+        "replicas of the model (more than one is not built yet)",
         only(1, "data parallelism"),
         "N",
         default=1,
@@ -120,7 +120,7 @@ class ServeConfig:
     port: int = flag(_ADDRESS, "port to listen on; 0 = any free one", whole(0, 65535), "N", default=50051)
     ready_file: str | None = flag(
         _ADDRESS,
-        "write address and process ids to FILE, as JSON, once requests are served",
+        "write address and process ids to this JSON file once requests are served",
         name,
         "FILE",
         default=None,
@@ -136,20 +136,20 @@ class ServeConfig:
     )
     max_num_seqs: int | None = flag(
         _BATCHING,
-        "sequences that run at once (default: 64; 256 on cuda, 512 simulated)",
+        "sequences that run at once (default: 64; cuda 256, sim 512)",
         whole(1, 65536),
         "N",
         default=None,
     )
     max_num_batched_tokens: int | None = flag(
-        _BATCHING, "tokens in a step (default: 512; 4096 on cuda and simulated)", whole(1), "N", default=None
+        _BATCHING, "tokens in a step (default: 512; cuda and sim 4096)", whole(1), "N", default=None
     )
     num_pages: int | None = flag(
         _BATCHING, f"KV cache size in pages of {PAGE_SIZE} tokens, instead of bytes", whole(2), "N", default=None
     )
     kv_cache_memory_bytes: int | None = flag(
         _BATCHING,
-        "KV cache size of each worker (default on CPUs: a quarter of the free memory, at most 2GiB)",
+        "KV cache of each worker (CPU default: a quarter of free memory, ≤ 2GiB)",
         size(),
         "SIZE",
         default=None,
@@ -157,14 +157,14 @@ class ServeConfig:
     )
     gpu_memory_utilization: float | None = flag(
         _BATCHING,
-        f"share of the device's memory for weights and KV cache (default: {MEMORY_SHARE} on cuda and simulated)",
+        f"share of memory for weights and KV cache (default on GPUs: {MEMORY_SHARE})",
         share,
         "SHARE",
         default=None,
     )
     kv_cache_dtype: str = flag(
         _BATCHING,
-        "data type of the KV cache: auto (that of activations), or fp8, that is fp8_e4m3 (cuda)",
+        "data type of the KV cache: auto (that of activations) or fp8 (cuda)",
         choice(_KV_CACHE_DTYPES),
         "DTYPE",
         default="auto",
@@ -174,26 +174,24 @@ class ServeConfig:
     )
     chunked_prefill: bool = flag(
         _BATCHING,
-        "prefill long prompts in several steps, beside running decodes (default: on)",
+        "prefill long prompts in several steps (default: on)",
         default=True,
         name="enable-chunked-prefill",
     )
     pipeline_depth: int = flag(_BATCHING, "steps in flight between scheduler and worker", whole(1, 8), "N", default=2)
     enforce_eager: bool = flag(_BATCHING, "run without CUDA graphs (cuda)", default=False)
     deterministic: bool = flag(
-        _BATCHING, "make logits independent of the rest of the batch (cuda; other devices always do)", default=False
+        _BATCHING, "make logits independent of the batch (cuda; elsewhere they always are)", default=False
     )
     debug_preempt_every: int = flag(
-        _BATCHING, "preempt a sequence every N steps, for tests; 0 = never", whole(0), "N", default=0
+        _BATCHING, "for tests: preempt a sequence every N steps; 0 = never", whole(0), "N", default=0
     )
 
     max_queue: int = flag(_LIMITS, "requests that wait for their first step", whole(1), "N", default=4096)
-    max_in_flight_requests: int = flag(
-        _LIMITS, "requests in flight in each gRPC server process", whole(1), "N", default=4096
-    )
+    max_in_flight_requests: int = flag(_LIMITS, "requests in flight at each gRPC server", whole(1), "N", default=4096)
     max_in_flight_bytes: int = flag(
         _LIMITS,
-        "prompt bytes of the requests in flight in each gRPC server process",
+        "bytes of prompts in flight at each gRPC server",
         size(),
         "SIZE",
         default=256 << 20,
@@ -201,7 +199,7 @@ class ServeConfig:
     )
     max_stream_buffer_bytes: int = flag(
         _LIMITS,
-        "output that a client may leave unread before its stream ends, at least 64KiB",
+        "output that a client may leave unread, ≥ 64KiB",
         size(_LEAST_BUFFER),
         "SIZE",
         default=1 << 20,
@@ -213,7 +211,7 @@ class ServeConfig:
     )
     wrap: tuple[tuple[StageKind, tuple[str, ...]], ...] = flag(
         _PROCESSES,
-        "put a tool such as a profiler in front of server, tokenizer, scheduler, worker or detokenizer",
+        "run server, tokenizer, scheduler, worker or detokenizer under a tool",
         parse_wrap,
         "STAGE='CMD'",
         default=(),
@@ -222,7 +220,7 @@ class ServeConfig:
     )
     run_dir: str | None = flag(
         _PROCESSES,
-        "where the instance makes its private directory (default: $XDG_RUNTIME_DIR or a temporary directory)",
+        "where the instance makes its own directory (default: $XDG_RUNTIME_DIR)",
         name,
         "DIR",
         default=None,
@@ -248,7 +246,7 @@ class ServeConfig:
     )
     stall_timeout: float = flag(
         _PROCESSES,
-        "treat a process without progress and CPU time for S seconds as hung",
+        "treat a process as hung after S seconds of silence",
         positive,
         "S",
         default=10.0,

@@ -258,7 +258,6 @@ def test_help_is_short_and_quick() -> None:
     probe = f"try:\n {code}\nexcept SystemExit: pass\nprint([m for m in sys.modules if m in ('zmq', 'grpc', 'numpy')])"
     done = subprocess.run([sys.executable, "-P", "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("[]\n")
-    assert len(done.stdout.splitlines()) < 90
     assert max(map(len, done.stdout.splitlines())) <= 110
 
 
