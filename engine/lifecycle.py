@@ -258,7 +258,8 @@ class Lifecycle:
         )
 
     def _on_heartbeat(self, stage: Stage, beat: Heartbeat) -> None:
-        address, stage.counters = stage.address, beat.counters
+        address = stage.address
+        stage.counters, stage.histograms = beat.counters, beat.histograms
         self._hangs.on_heartbeat(address, beat, self._time)
         if address.kind is StageKind.SCHEDULER and self._hangs.is_stuck(address.replica, self._time):
             worker = self.stages[Address(StageKind.WORKER, address.replica, rank=0)]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from proto.ids import Address
-from proto.messages import Facts, StageInfo, StageState
+from proto.messages import Facts, Histogram, StageInfo, StageState
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Stage:
     exited: bool = True  # there is no child: not started yet, or reaped
     facts: Facts = None
     counters: dict[str, float] = field(default_factory=dict)
+    histograms: dict[str, Histogram] = field(default_factory=dict)
     rss_bytes: int = 0
     cpu_seconds: float = 0.0
     restarts: int = 0
@@ -54,4 +55,5 @@ class Stage:
             cpu_seconds=self.cpu_seconds,
             restarts=self.restarts,
             counters=self.counters,
+            histograms=self.histograms,
         )

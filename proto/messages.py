@@ -401,16 +401,24 @@ class Progress(Message, frozen=True, tag="progress"):
     total: int  # 0 = unknown
 
 
+class Histogram(Message, frozen=True, tag="histogram"):
+    """How values of one quantity are spread, since the process started."""
+
+    counts: tuple[int, ...]  # by bucket of the metric (`proto.metrics`), and at last of what is beyond all of them
+    sum: float
+
+
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
     """Every stage → supervisor, once a second. The source of all metrics.
 
-    A busy stage whose `progress` stands still may hang; see `engine.hangs`. Counters are for people to read: nothing
-    is decided by them.
+    A busy stage whose `progress` stands still may hang; see `engine.hangs`. Counters and histograms, by the names of
+    `proto.metrics`, are for people to read: nothing is decided by them.
     """
 
-    counters: dict[str, float]
+    counters: dict[str, float]  # gauges too
     busy: bool = False  # there is work that ought to make progress
     progress: int = 0  # grows with every piece of work done
+    histograms: dict[str, Histogram] = msgspec.field(default_factory=dict)
 
 
 class Serving(Message, frozen=True, tag="serving"):
@@ -441,7 +449,8 @@ class StageInfo(Message, frozen=True, tag="stage"):
     rss_bytes: int
     cpu_seconds: float
     restarts: int
-    counters: dict[str, float]
+    counters: dict[str, float]  # of the last heartbeat, as histograms
+    histograms: dict[str, Histogram] = msgspec.field(default_factory=dict)
 
 
 class World(Message, frozen=True, tag="world"):

@@ -45,6 +45,8 @@ from scheduler.results import InFlight, Results, WorkerError
 from scheduler.rows import RowView
 from scheduler.running import Running
 
+_WINDOW_COUNTERS = ("window_pages_total", "window_pages_free", "window_pages_cached", "window_evictions")
+
 
 class Scheduler:
     """One replica's queue, batch, pages and prefix tree.
@@ -170,16 +172,12 @@ class Scheduler:
     def counters(self) -> dict[str, float]:
         """For the heartbeat."""
         pool, window, admission = self._running.pool, self._running.window, self._admission
-        windowed: dict[str, float] = {}
+        windowed = dict.fromkeys(_WINDOW_COUNTERS, 0.0)
         if window is not None and window.imaginary:
             pool = window.pool
         elif window is not None:
-            windowed = {
-                "window_pages_total": float(window.pool.num_pages),
-                "window_pages_free": float(window.pool.free),
-                "window_pages_cached": float(window.pool.idle),
-                "window_evictions": float(window.evictions),
-            }
+            values = window.pool.num_pages, window.pool.free, window.pool.idle, window.evictions
+            windowed = dict(zip(_WINDOW_COUNTERS, map(float, values), strict=True))
         totals = dataclasses.asdict(self.counts)
         return {
             "running": float(self._running.count),
@@ -188,7 +186,7 @@ class Scheduler:
             "pages_total": float(pool.num_pages),
             "pages_free": float(pool.free),
             "pages_cached": float(pool.idle),
-            "step": float(self._step),
+            "steps": float(self._step),
             **windowed,
             "evictions": float(self._running.evictions),
             "preempted_tokens": float(admission.thrash.preempted_tokens),

@@ -4,13 +4,13 @@ import time
 from collections import deque
 
 from engine.runtime.garbage import tame_gc
+from engine.runtime.metrics import HistogramRecorder
 from engine.runtime.stage import Stage, is_ready
 from proto.config import SchedulerOptions
 from proto.ids import Address, StageKind
 from proto.messages import Heartbeat, Message, StageInfo, StepPlan, StepResult, WorkerFacts, World
+from proto.metrics import PLAN_SECONDS, TURNAROUND_SECONDS
 from scheduler.core import Scheduler
-
-_SMOOTHING = 1 / 64
 
 
 class WorkerLostError(RuntimeError):
@@ -30,10 +30,9 @@ class SchedulerLoop:
         self._incarnations: dict[int, int] = {}  # of the worker, by rank
         self._worker = stage.outbox(Address(StageKind.WORKER, stage.address.replica, rank=0))
         self._early: list[Message] = []  # came before the worker was ready
-        self._plan_ns = 0.0
         self._sent_at: deque[int] = deque()  # monotonic ns, of plans whose results are awaited
-        self._results = 0
-        self._turnaround_ns = 0  # plan sent → result taken, summed over results
+        self._plan_seconds = HistogramRecorder(PLAN_SECONDS)
+        self._turnaround = HistogramRecorder(TURNAROUND_SECONDS)
 
     def on_message(self, message: Message) -> None:
         if isinstance(message, World):
@@ -44,8 +43,7 @@ class SchedulerLoop:
             return
         now = time.monotonic_ns()
         if isinstance(message, StepResult) and self._sent_at:
-            self._turnaround_ns += now - self._sent_at.popleft()
-            self._results += 1
+            self._turnaround.record((now - self._sent_at.popleft()) / 1e9)
         self._scheduler.on_message(message, now)
 
     def step(self, now: int) -> float | None:
@@ -66,19 +64,17 @@ class SchedulerLoop:
         scheduler = self._scheduler
         if scheduler is None:
             return Heartbeat({})
-        counters = {
-            **scheduler.counters(),
-            "plan_us": self._plan_ns / 1e3,
-            "results": float(self._results),
-            "turnaround_s": self._turnaround_ns / 1e9,
+        histograms = {
+            PLAN_SECONDS.name: self._plan_seconds.snapshot(),
+            TURNAROUND_SECONDS.name: self._turnaround.snapshot(),
         }
-        return Heartbeat(counters, busy=scheduler.running > 0, progress=scheduler.step)
+        return Heartbeat(scheduler.counters(), scheduler.running > 0, scheduler.step, histograms)
 
     def _timed_plan(self, scheduler: Scheduler, now: int) -> StepPlan | None:
         begin = time.perf_counter_ns()
         plan = scheduler.plan(now)
         if plan is not None:
-            self._plan_ns += _SMOOTHING * (time.perf_counter_ns() - begin - self._plan_ns)
+            self._plan_seconds.record((time.perf_counter_ns() - begin) / 1e9)
         return plan
 
     def _watch_worker(self) -> None:

@@ -69,7 +69,7 @@ async def idle_ring(client: AsyncClient) -> dict[str, float]:
     detokenize = await median_us(lambda: client.detokenize([5]))
     one_token = await median_us(lambda: client.generate([5, 6, 7], max_new_tokens=1, ignore_eos=True))
     await asyncio.sleep(1.2)  # a heartbeat with that step in it
-    step = counters(await client.get_server_info(), pb.PROCESS_KIND_WORKER)["step_ms"] * 1e3
+    step = counters(await client.get_server_info(), pb.PROCESS_KIND_WORKER)["step_seconds"] * 1e6
     return {
         "grpc_us": grpc,
         "tokenize_us": tokenize,
@@ -129,7 +129,8 @@ def shares(first: Moment, last: Moment) -> dict[str, Any]:
     seconds, tokens = last.time - first.time, max(last.tokens - first.tokens, 1)
     grown = {name: value - first.worker[name] for name, value in last.worker.items()}
     # Heartbeats are up to two seconds old. While there is always work, the worker's account is a clock of its own.
-    steps_per_second = grown["step"] / max(grown["wall_s"], 1e-9)
+    worked = max(grown["device_busy_seconds"] + grown["device_idle_seconds"], 1e-9)
+    steps_per_second = grown["steps"] / worked
     processes = {}
     for name in sorted(last.cpu, key=lambda name: ORDER.index(name.split("-")[0])):
         spent = last.cpu[name] - first.cpu[name]
@@ -144,8 +145,8 @@ def shares(first: Moment, last: Moment) -> dict[str, Any]:
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "steps_per_second": steps_per_second,
-        "rows_per_step": grown["tokens"] / max(grown["step"], 1.0),
-        "device_busy_share": grown["device_busy_s"] / max(grown["wall_s"], 1e-9),
+        "rows_per_step": grown["tokens"] / max(grown["steps"], 1.0),
+        "device_busy_share": grown["device_busy_seconds"] / worked,
         "processes": processes,
     }
 

@@ -10,6 +10,7 @@ import grpc
 
 from proto.ids import Address, StageKind
 from proto.messages import SCHEMA_HASH, Flush, FlushReply, StageInfo, StageState
+from proto.metrics import METRICS
 from proto.parameters import MAX_LOGPROBS
 from quintet_client.v1 import control_pb2 as pb
 from server import limits, rpc
@@ -29,6 +30,16 @@ _KINDS = {
     StageKind.WORKER: pb.PROCESS_KIND_WORKER,
     StageKind.DETOKENIZER: pb.PROCESS_KIND_DETOKENIZER,
 }
+# Of the scheduler's counters, those that GetLoad reads.
+LOAD_COUNTERS = (
+    "running",
+    "waiting",
+    "pages_total",
+    "pages_free",
+    "pages_cached",
+    "prefix_query_tokens",
+    "prefix_hit_tokens",
+)
 _STATES = {
     StageState.STARTING: pb.PROCESS_STATE_STARTING,
     StageState.READY: pb.PROCESS_STATE_READY,
@@ -129,7 +140,7 @@ class ControlService:
         return pb.GetLoadResponse(
             in_flight_requests=admission.requests,
             in_flight_bytes=admission.bytes,
-            replicas=[_replica(info) for info in schedulers],
+            replicas=[replica_load(info) for info in schedulers],
         )
 
     async def abort(self, request: pb.AbortRequest, _context: Context) -> pb.AbortResponse:
@@ -169,20 +180,24 @@ def _process(info: StageInfo) -> pb.Process:
         cpu_seconds=info.cpu_seconds,
         restarts=info.restarts,
         counters=info.counters,
+        histograms={
+            metric.name: pb.Histogram(bounds=metric.buckets, counts=histogram.counts, sum=histogram.sum)
+            for metric in METRICS.get(info.address.kind, ())
+            if (histogram := info.histograms.get(metric.name)) is not None
+        },
     )
 
 
-def _replica(info: StageInfo) -> pb.ReplicaLoad:
-    def count(name: str) -> int:
-        return int(info.counters.get(name, 0))
-
-    asked = info.counters.get("prefix_query_tokens", 0.0)
+def replica_load(info: StageInfo) -> pb.ReplicaLoad:
+    """A scheduler's load, from its last heartbeat; zeros until the first."""
+    counters = dict.fromkeys(LOAD_COUNTERS, 0.0) | info.counters
+    asked = counters["prefix_query_tokens"]
     return pb.ReplicaLoad(
         index=info.address.replica,
-        running=count("running"),
-        waiting=count("waiting"),
-        pages_total=count("pages_total"),
-        pages_free=count("pages_free"),
-        pages_cached=count("pages_cached"),
-        cache_hit_rate=info.counters.get("prefix_hit_tokens", 0.0) / asked if asked else 0.0,
+        running=int(counters["running"]),
+        waiting=int(counters["waiting"]),
+        pages_total=int(counters["pages_total"]),
+        pages_free=int(counters["pages_free"]),
+        pages_cached=int(counters["pages_cached"]),
+        cache_hit_rate=counters["prefix_hit_tokens"] / asked if asked else 0.0,
     )

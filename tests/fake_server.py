@@ -50,6 +50,17 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlS
         self.cancelled = threading.Event()
         self.hold: threading.Event | None = None
         self.address = ""
+        self.processes = [
+            control_pb2.Process(
+                kind=control_pb2.PROCESS_KIND_WORKER,
+                pid=4242,
+                title="quintet worker 0 rank 0",
+                state=control_pb2.PROCESS_STATE_READY,
+                rss_bytes=500_000_000,
+                cpu_seconds=12.5,
+                counters={"steps": 7},
+            )
+        ]
         self._lock = threading.Lock()
 
     def _pieces(self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext) -> Reply:
@@ -100,16 +111,7 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlS
     def GetServerInfo(
         self, request: control_pb2.GetServerInfoRequest, context: grpc.ServicerContext
     ) -> control_pb2.GetServerInfoResponse:
-        worker = control_pb2.Process(
-            kind=control_pb2.PROCESS_KIND_WORKER,
-            pid=4242,
-            title="quintet worker 0 rank 0",
-            state=control_pb2.PROCESS_STATE_READY,
-            rss_bytes=500_000_000,
-            cpu_seconds=12.5,
-            counters={"steps": 7},
-        )
-        return control_pb2.GetServerInfoResponse(address=self.address, processes=[worker], uptime_seconds=125)
+        return control_pb2.GetServerInfoResponse(address=self.address, processes=self.processes, uptime_seconds=125)
 
     def GetLoad(
         self, request: control_pb2.GetLoadRequest, context: grpc.ServicerContext

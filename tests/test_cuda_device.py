@@ -578,9 +578,9 @@ def test_the_clock_runs_by_the_devices_own_times(gpu: Gpu) -> None:
     results = [deferred.wait() for deferred in flight]
     assert all(result.device_ns > 0 for result in results)
     counters = device.clock.counters()
-    assert (counters["step"], counters["tokens"]) == (4, 12)
-    assert counters["device_busy_s"] == pytest.approx(sum(result.device_ns for result in results) / 1e9)
-    assert 0 < counters["busy_share"] <= 1
+    assert (counters["steps"], counters["tokens"]) == (4, 12)
+    assert counters["device_busy_seconds"] == pytest.approx(sum(result.device_ns for result in results) / 1e9)
+    assert 0 < counters["device_busy_share"] <= 1
 
 
 # --------------------------------------------------------------------------- the thread that waits

@@ -92,7 +92,7 @@ def test_a_stage_gets_ready_beats_and_stops(desk: Desk) -> None:
     beats = [desk.hear(Heartbeat) for _ in range(3)]
     assert 1.5 < time.monotonic() - began < 4.0
     counters = beats[-1].counters if isinstance(beats[-1], Heartbeat) else {}
-    assert counters["step"] == 1.0
+    assert counters["steps"] == 1.0
     assert (counters["backlog"], counters["dropped_stale"]) == (0.0, 0.0)
     assert 0.0 <= counters["loop_busy_share"] < 0.5
     desk.outbox.send(Stop())

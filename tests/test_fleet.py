@@ -11,6 +11,7 @@ import pytest
 from detokenizer_proc.loop import DetokenizerLoop
 from engine.config import ServeConfig
 from engine.documents import Surroundings, stage_config
+from engine.hangs import HangWatch
 from engine.runtime.stage import Handler
 from proto.config import Options, ServerOptions, StageConfig, options_of
 from proto.ids import Address, StageKind
@@ -32,6 +33,8 @@ from proto.messages import (
     World,
     column,
 )
+from proto.metrics import METRICS
+from scheduler.core import Scheduler
 from scheduler.loop import SchedulerLoop, WorkerLostError
 from server.generation import Generation
 from server.record import Outgoing, Record
@@ -111,6 +114,7 @@ class Fleet:
     def __init__(self, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         model = manifest(tokenizer)
         self.sent: list[tuple[Address, Address, Message]] = []
+        self.deaf: set[Address] = set()  # these get nothing
         self._queue: deque[tuple[Address, Message]] = deque()
         config = ServeConfig(model="m", data_parallel_size=REPLICAS, tensor_parallel_size=RANKS, num_pages=64)
         around = Surroundings(model, 1, "/run", -1, 1)
@@ -197,7 +201,7 @@ class Fleet:
             to, message = self._queue.popleft()
             if to == SERVER:
                 self._on_server(message)
-            else:
+            elif to not in self.deaf:
                 self.handlers[to].on_message(message)
 
     def _on_server(self, message: Message) -> None:
@@ -303,6 +307,15 @@ def test_an_abort_goes_to_every_scheduler_and_ends_one_request(fleet: Fleet) -> 
     assert all(counter["running"] == 0 for counter in counters)
 
 
+def test_every_stage_reports_the_metrics_of_its_table(fleet: Fleet) -> None:
+    """Beside those that `engine.runtime.stage` adds to all of them."""
+    added = {"backlog", "dropped_stale", "loop_busy_share"}
+    for address, handler in fleet.handlers.items():
+        beat = handler.heartbeat()
+        names = {metric.name for metric in METRICS[address.kind]}
+        assert beat.counters.keys() | beat.histograms.keys() | added == names
+
+
 def test_a_census_asks_each_replica_for_its_own(fleet: Fleet) -> None:
     generations = [fleet.begin(seed) for seed in range(4)]
     while not all(generation.ids_received for generation in generations):
@@ -313,6 +326,31 @@ def test_a_census_asks_each_replica_for_its_own(fleet: Fleet) -> None:
         assert rids == {generation.rid for generation in generations if generation.replica == to.replica}
         assert len(rids) == 2
     assert {to for _, to, _ in fleet.of(Admit)} == {Address(StageKind.SCHEDULER, r) for r in range(REPLICAS)}
+
+
+@pytest.mark.parametrize("renamed", [metric.name for metric in METRICS[StageKind.SCHEDULER]])
+def test_a_lost_plan_is_found_whatever_counters_are_called(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, renamed: str
+) -> None:
+    """From the scheduler's own heartbeats to the supervisor's judgement of its worker."""
+    scheduler = Address(StageKind.SCHEDULER, 1)
+    honest = Scheduler.counters
+    monkeypatch.setattr(
+        Scheduler, "counters", lambda self: {f"new_{n}" if n == renamed else n: v for n, v in honest(self).items()}
+    )
+    watch = HangWatch(list(fleet.stages), stall=10.0)
+    generations = [fleet.begin(seed) for seed in range(4)]
+    while not all(generation.ids_received for generation in generations):
+        fleet.turn()
+    fleet.deaf.add(Address(StageKind.WORKER, 1, rank=0))
+    stuck = []
+    for second in range(15):
+        for _ in range(50):
+            fleet.turn()
+        watch.on_heartbeat(scheduler, fleet.handlers[scheduler].heartbeat(), float(second))
+        stuck.append(watch.is_stuck(1, float(second)))
+    assert stuck[0] is False
+    assert stuck[-1] is True
 
 
 @pytest.mark.parametrize("lost", ["worker-1-0", "worker-1-1"])

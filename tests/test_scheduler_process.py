@@ -29,6 +29,7 @@ from proto.messages import (
     World,
     column,
 )
+from tests.metrics_check import assert_complete
 from tests.scheduler_fakes import (
     FakeWorker,
     expected_output,
@@ -152,7 +153,10 @@ def test_requests_run_through_the_process(ring: Surroundings) -> None:
         beat = ring.receive(StageKind.SUPERVISOR, Heartbeat)
     assert isinstance(beat, Heartbeat)
     assert beat.counters["running"] == beat.counters["waiting"] == 0
-    assert beat.counters["plan_us"] > 0
+    assert_complete(StageKind.SCHEDULER, beat)
+    for histogram in beat.histograms.values():
+        assert sum(histogram.counts) > 0
+        assert histogram.sum > 0
     proc = Path(f"/proc/{ring.process.pid}")
     assert "torch" not in (proc / "maps").read_text()
     assert int((proc / "statm").read_text().split()[1]) * 4096 < 60e6

@@ -82,9 +82,9 @@ def play(depth: int) -> SimulatedDevice:
 def test_depth_two_hides_the_host_and_depth_one_shows_it() -> None:
     device = play(depth=2)
     assert device.clock.tokens == ROWS * TOKENS
-    assert device.clock.counters()["busy_share"] > 0.995
+    assert device.clock.counters()["device_busy_share"] > 0.995
     alone = play(depth=1)
     assert alone.clock.tokens == ROWS * TOKENS
     steps, busy = alone.clock.steps, alone.clock.busy_ns
-    assert alone.clock.counters()["busy_share"] == pytest.approx(busy / (busy + (steps - 1) * HOST_NS), rel=1e-3)
-    assert alone.clock.counters()["busy_share"] < 0.98
+    assert alone.clock.counters()["device_busy_share"] == pytest.approx(busy / (busy + (steps - 1) * HOST_NS), rel=1e-3)
+    assert alone.clock.counters()["device_busy_share"] < 0.98

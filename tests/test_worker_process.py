@@ -15,6 +15,7 @@ from proto.channel import Context, Inbox, Outbox
 from proto.config import StageConfig, WorkerOptions
 from proto.ids import Address, StageKind
 from proto.messages import Desync, Heartbeat, Message, Ready, Reset, StepResult, Stop, WorkerFacts
+from tests.metrics_check import assert_complete
 from tests.test_worker_runner import make_options
 from tests.test_worker_tables import i32, make_admit, make_plan
 
@@ -77,6 +78,7 @@ class Surroundings:
     def counters(self) -> dict[str, float]:
         beat = self.receive(self.supervisor, Heartbeat)
         assert isinstance(beat, Heartbeat)
+        assert_complete(StageKind.WORKER, beat)
         return beat.counters
 
     def close(self) -> None:
@@ -119,12 +121,12 @@ def test_simulated_worker_answers_at_the_pace_of_its_device(simulated: Surroundi
         assert time.monotonic() - begin >= 0.004 * result.step
     assert simulated.result().step == 31
     assert time.monotonic() - begin < 0.124 + 0.5  # sleeps that end late must not add up
-    counters = {"step": 0.0}
-    while counters["step"] < 31:
+    counters = {"steps": 0.0}
+    while counters["steps"] < 31:
         counters = simulated.counters()
     assert counters["tokens"] == 31
-    assert counters["device_busy_s"] == pytest.approx(0.124, rel=0.01)
-    assert counters["busy_share"] > 0.8
+    assert counters["device_busy_seconds"] == pytest.approx(0.124, rel=0.01)
+    assert counters["device_busy_share"] > 0.8
 
 
 def test_a_lost_plan_is_told_and_stop_ends_the_process(simulated: Surroundings) -> None:

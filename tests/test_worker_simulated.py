@@ -187,7 +187,7 @@ def test_a_step_that_waits_in_the_queue_starts_when_the_device_is_free() -> None
     third = bench.launch()
     assert third.due == pytest.approx(13_000_000, abs=3000)
     assert bench.device.clock.idle_ns == 0
-    assert bench.device.clock.counters()["busy_share"] == 1.0
+    assert bench.device.clock.counters()["device_busy_share"] == 1.0
 
 
 def test_a_late_plan_leaves_the_device_idle() -> None:
@@ -198,7 +198,7 @@ def test_a_late_plan_leaves_the_device_idle() -> None:
     assert isinstance(late.message, StepResult)
     assert late.message.idle_ns == pytest.approx(500_000, abs=1000)
     assert late.message.device_ns == pytest.approx(1_000_000, abs=1000)
-    assert bench.device.clock.counters()["busy_share"] == pytest.approx(2 / 2.5, rel=1e-3)
+    assert bench.device.clock.counters()["device_busy_share"] == pytest.approx(2 / 2.5, rel=1e-3)
 
 
 def test_a_quiet_hour_does_not_count_as_idle() -> None:
@@ -206,7 +206,7 @@ def test_a_quiet_hour_does_not_count_as_idle() -> None:
     bench.start()
     bench.now += 3_600_000_000_000
     bench.launch(released=i32(0), admits=(make_admit(0, [1], [0]),), chunks=i32(0, 1, 1))
-    assert bench.device.clock.counters()["busy_share"] == 1.0
+    assert bench.device.clock.counters()["device_busy_share"] == 1.0
 
 
 def test_the_simulated_device_refuses_as_a_real_one() -> None:

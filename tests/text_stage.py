@@ -15,6 +15,7 @@ from proto.channel import Context, Inbox, Outbox
 from proto.config import DetokenizerOptions, StageConfig, TokenizerOptions
 from proto.ids import Address, StageKind
 from proto.messages import Heartbeat, Message, Ready, StageInfo, StageState, Stop, WorkerFacts, World
+from tests.metrics_check import assert_complete
 
 ROOT = Path(__file__).parent.parent
 _PACKAGES = {StageKind.TOKENIZER: "tokenizer_proc", StageKind.DETOKENIZER: "detokenizer_proc"}
@@ -24,6 +25,7 @@ class TextStage:
     """Starts the process; use as a context manager, which sends Stop and expects exit code 0."""
 
     def __init__(self, kind: StageKind, options: TokenizerOptions | DetokenizerOptions) -> None:
+        self._kind = kind
         # Not below pytest's folder: its names are too long for sockets.
         self._run_dir = tempfile.mkdtemp(prefix="quintet-test-")
         self._context = Context()
@@ -105,6 +107,7 @@ class TextStage:
         """The next heartbeat that is wanted."""
         message = self.receive(self.supervisor, lambda m: isinstance(m, Heartbeat) and wanted(m.counters))
         assert isinstance(message, Heartbeat)
+        assert_complete(self._kind, message)
         return message.counters
 
     def tell_of_worker(self, facts: WorkerFacts) -> None:

@@ -70,14 +70,13 @@ class StepClock:
         return idle
 
     def counters(self) -> dict[str, float]:
-        """For the heartbeat. `wall_s` is the time with work, so a quiet night does not lower `busy_share`."""
-        wall = self.busy_ns + self.idle_ns
+        """For the heartbeat. A quiet night does not lower the busy share: time without work is neither."""
+        worked = self.busy_ns + self.idle_ns
         return {
-            "step": float(self.steps),
+            "steps": float(self.steps),
             "tokens": float(self.tokens),
-            "device_busy_s": self.busy_ns / 1e9,
-            "idle_ns": float(self.idle_ns),
-            "wall_s": wall / 1e9,
-            "busy_share": self.busy_ns / wall if wall else 0.0,
-            "step_ms": self.last_ns / 1e6,
+            "device_busy_seconds": self.busy_ns / 1e9,
+            "device_idle_seconds": self.idle_ns / 1e9,
+            "device_busy_share": self.busy_ns / worked if worked else 0.0,
+            "step_seconds": self.last_ns / 1e9,
         }

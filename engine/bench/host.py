@@ -119,7 +119,7 @@ def _case(config: ServeConfig, manifest: ModelManifest, load: _ClosedLoop, secon
         for name, spent in {**taken, "sink": sink}.items()
         for what in ("running", "waiting")
     }
-    return {**_device(*worker), **_turnaround(*scheduler), **_loops(worker[1], scheduler[1]), **per_step}
+    return {**_device(*worker), **_scheduler(*scheduler), **_loops(worker[1], scheduler[1]), **per_step}
 
 
 def _run(pair: Pair, load: _ClosedLoop, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
@@ -145,30 +145,33 @@ def _device(first: Beat, last: Beat) -> dict[str, float]:
     def grown(name: str) -> float:
         return last.counters[name] - first.counters[name]
 
-    steps = max(grown("step"), 1.0)
+    steps = max(grown("steps"), 1.0)
+    busy = grown("device_busy_seconds")
     seconds = last.came - first.came
     return {
         # Of the time in which rows were running; and of all time, in which one request may have ended before
         # the next one came.
-        "busy_share": grown("device_busy_s") / max(grown("wall_s"), 1e-9),
-        "busy_share_of_wall": grown("device_busy_s") / seconds,
-        "device_step_us": grown("device_busy_s") / steps * 1e6,
+        "busy_share": busy / max(busy + grown("device_idle_seconds"), 1e-9),
+        "busy_share_of_wall": busy / seconds,
+        "device_step_us": busy / steps * 1e6,
         "rows": grown("tokens") / steps,
         "steps_per_second": steps / seconds,
         "tokens_per_second": grown("tokens") / seconds,
     }
 
 
-def _turnaround(first: Beat, last: Beat) -> dict[str, float]:
-    results = max(last.counters["results"] - first.counters["results"], 1.0)
-    return {"turnaround_us": (last.counters["turnaround_s"] - first.counters["turnaround_s"]) / results * 1e6}
+def _scheduler(first: Beat, last: Beat) -> dict[str, float]:
+    def mean_us(name: str) -> float:
+        before, now = first.histograms[name], last.histograms[name]
+        return (now.sum - before.sum) / max(sum(now.counts) - sum(before.counts), 1) * 1e6
+
+    return {"turnaround_us": mean_us("turnaround_seconds"), "plan_us": mean_us("plan_seconds")}
 
 
 def _loops(worker: Beat, scheduler: Beat) -> dict[str, float]:
     return {
         "worker_loop_busy_share": worker.counters["loop_busy_share"],
         "scheduler_loop_busy_share": scheduler.counters["loop_busy_share"],
-        "plan_us": scheduler.counters["plan_us"],
     }
 
 

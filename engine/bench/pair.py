@@ -23,6 +23,7 @@ from proto.messages import (
     Emit,
     Facts,
     Heartbeat,
+    Histogram,
     Message,
     Opening,
     Ready,
@@ -48,6 +49,7 @@ class Beat:
 
     came: float
     counters: dict[str, float]
+    histograms: dict[str, Histogram]
 
 
 class PairError(RuntimeError):
@@ -183,7 +185,7 @@ class Pair:
             self._sink(emit)
         for address, message in self._supervisor.drain_with_senders():
             if isinstance(message, Heartbeat):
-                self.beats[address.kind.label].append(Beat(time.monotonic(), message.counters))
+                self.beats[address.kind.label].append(Beat(time.monotonic(), message.counters, message.histograms))
             elif isinstance(message, Ready):
                 self._facts[address] = message.facts
         return self.finished - before

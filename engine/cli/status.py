@@ -10,6 +10,8 @@ from rich.table import Table
 
 from engine.cli.printing import complain, describe_error
 from engine.cli.target import add_address_argument
+from proto.ids import StageKind
+from proto.metrics import METRICS
 from quintet_client import Client, QuintetError
 from quintet_client.v1 import control_pb2 as pb
 
@@ -24,7 +26,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Show the processes of a running instance, and its queue, batch, pages and cache hits.",
     )
     add_address_argument(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--counters", action="store_true", help="show every counter, with its unit and meaning")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, counters and meanings included")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,7 +42,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps(status, indent=2) + "\n")
     else:
-        show(status, Console(highlight=False))
+        console = Console(highlight=False)
+        show(status, console)
+        if args.counters:
+            console.print()
+            console.print(_counter_table(status["processes"]))
     return 0
 
 
@@ -70,9 +77,19 @@ def status_of(
                 "cpu_seconds": process.cpu_seconds,
                 "restarts": process.restarts,
                 "counters": dict(process.counters),
+                "histograms": {
+                    name: {"bounds": list(one.bounds), "counts": list(one.counts), "sum": one.sum}
+                    for name, one in process.histograms.items()
+                },
             }
             for process in info.processes
         ],
+        "metrics": {
+            kind.label: {
+                metric.name: {"kind": metric.kind.value, "unit": metric.unit, "help": metric.help} for metric in metrics
+            }
+            for kind, metrics in METRICS.items()
+        },
         "replicas": [
             {
                 "index": replica.index,
@@ -101,7 +118,7 @@ def _process_table(processes: list[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("process", no_wrap=True)
     table.add_column("state")
-    for name in ("pid", "memory", "CPU time", "restarts"):
+    for name in ("pid", "memory", "CPU time"):
         table.add_column(name, justify="right")
     for process in processes:
         state = process["state"]
@@ -111,7 +128,6 @@ def _process_table(processes: list[dict[str, Any]]) -> Table:
             str(process["pid"]),
             f"{process['rss_bytes'] / 1e6:.0f} MB",
             f"{process['cpu_seconds']:.1f} s",
-            str(process["restarts"]),
         )
     return table
 
@@ -133,6 +149,28 @@ def _load_table(replicas: list[dict[str, Any]]) -> Table:
             f"{replica['cache_hit_rate']:.0%}",
         )
     return table
+
+
+def _counter_table(processes: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("process", "counter", "value", "unit", "meaning"):
+        table.add_column(name, justify="right" if name == "value" else "left")
+    for process in processes:
+        for metric in METRICS.get(StageKind[process["kind"].upper()], ()):
+            name = metric.name
+            if name in process["histograms"]:
+                value = _mean(process["histograms"][name])
+            elif name in process["counters"]:
+                value = f"{process['counters'][name]:g}"
+            else:
+                continue  # it has not sent a heartbeat yet
+            table.add_row(process["title"], name, value, metric.unit, metric.help)
+    return table
+
+
+def _mean(histogram: dict[str, Any]) -> str:
+    count = sum(histogram["counts"])
+    return f"{count} values, mean {histogram['sum'] / count:.3g}" if count else "no values"
 
 
 def _duration(seconds: float) -> str:

@@ -54,7 +54,7 @@ class FakeLoop:
         return None if self._drain_at is None else 0.05
 
     def heartbeat(self) -> Heartbeat:
-        return Heartbeat({"step": 1.0})
+        return Heartbeat({"steps": 1.0})
 
 
 def _misbehave(stage: Stage) -> None:

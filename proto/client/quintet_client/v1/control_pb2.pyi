@@ -135,7 +135,7 @@ class Limits(_message.Message):
     def __init__(self, max_message_bytes: _Optional[int] = ..., max_in_flight_requests: _Optional[int] = ..., max_in_flight_bytes: _Optional[int] = ..., max_stream_buffer_bytes: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., max_chat_messages: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_logit_bias: _Optional[int] = ..., max_request_id_bytes: _Optional[int] = ..., max_cache_salt_bytes: _Optional[int] = ...) -> None: ...
 
 class Process(_message.Message):
-    __slots__ = ("kind", "index", "pid", "title", "state", "rss_bytes", "cpu_seconds", "restarts", "counters", "rank")
+    __slots__ = ("kind", "index", "pid", "title", "state", "rss_bytes", "cpu_seconds", "restarts", "counters", "rank", "histograms")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +143,13 @@ class Process(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class HistogramsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Histogram
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Histogram, _Mapping]] = ...) -> None: ...
     KIND_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +160,7 @@ class Process(_message.Message):
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    HISTOGRAMS_FIELD_NUMBER: _ClassVar[int]
     kind: ProcessKind
     index: int
     pid: int
@@ -163,7 +171,18 @@ class Process(_message.Message):
     restarts: int
     counters: _containers.ScalarMap[str, float]
     rank: int
-    def __init__(self, kind: _Optional[_Union[ProcessKind, str]] = ..., index: _Optional[int] = ..., pid: _Optional[int] = ..., title: _Optional[str] = ..., state: _Optional[_Union[ProcessState, str]] = ..., rss_bytes: _Optional[int] = ..., cpu_seconds: _Optional[float] = ..., restarts: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., rank: _Optional[int] = ...) -> None: ...
+    histograms: _containers.MessageMap[str, Histogram]
+    def __init__(self, kind: _Optional[_Union[ProcessKind, str]] = ..., index: _Optional[int] = ..., pid: _Optional[int] = ..., title: _Optional[str] = ..., state: _Optional[_Union[ProcessState, str]] = ..., rss_bytes: _Optional[int] = ..., cpu_seconds: _Optional[float] = ..., restarts: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., rank: _Optional[int] = ..., histograms: _Optional[_Mapping[str, Histogram]] = ...) -> None: ...
+
+class Histogram(_message.Message):
+    __slots__ = ("bounds", "counts", "sum")
+    BOUNDS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    bounds: _containers.RepeatedScalarFieldContainer[float]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    sum: float
+    def __init__(self, bounds: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., sum: _Optional[float] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()

@@ -1,0 +1,46 @@
+"""The tables of metrics, and histograms. That stages keep to the tables is shown where their processes are tested."""
+
+import re
+
+import pytest
+
+from engine.runtime.metrics import HistogramRecorder
+from proto.ids import StageKind
+from proto.messages import Histogram, StageInfo, StageState
+from proto.metrics import METRICS, Metric, MetricKind
+from server.control import LOAD_COUNTERS, replica_load
+from tests.scheduler_fakes import make_stage
+
+UNITS = {"", "bytes", "messages", "pages", "requests", "rows", "seconds", "steps", "tokens", "tokens/second"}
+
+
+@pytest.mark.parametrize("kind", METRICS, ids=lambda kind: kind.label)
+def test_a_table_says_everything_once(kind: StageKind) -> None:
+    metrics = METRICS[kind]
+    names = [metric.name for metric in metrics]
+    assert len(names) == len(set(names))
+    for metric in metrics:
+        assert re.fullmatch(r"[a-z]+(_[a-z]+)*", metric.name)
+        assert metric.unit in UNITS
+        assert metric.name.endswith("seconds") == (metric.unit == "seconds")
+        assert metric.help
+        assert bool(metric.buckets) == (metric.kind is MetricKind.HISTOGRAM)
+        assert list(metric.buckets) == sorted(set(metric.buckets))
+
+
+def test_every_kind_but_the_supervisor_has_a_table() -> None:
+    assert set(METRICS) == set(StageKind) - {StageKind.SUPERVISOR}
+
+
+def test_a_histogram_counts_values_by_bucket() -> None:
+    recorder = HistogramRecorder(Metric("x", MetricKind.HISTOGRAM, "seconds", "for a test", (1.0, 2.0, 5.0)))
+    for value in (0.5, 1.0, 1.5, 5.0, 7.0, 9.0):
+        recorder.record(value)
+    assert recorder.snapshot() == Histogram((2, 1, 1, 2), 24.0)
+
+
+def test_a_load_is_read_from_counters_that_exist() -> None:
+    assert set(LOAD_COUNTERS) <= {metric.name for metric in METRICS[StageKind.SCHEDULER]}
+    info: StageInfo = make_stage(StageKind.SCHEDULER, 3, 1, StageState.STARTING)
+    assert replica_load(info).index == 3
+    assert replica_load(info).cache_hit_rate == 0.0
