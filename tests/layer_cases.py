@@ -8,6 +8,7 @@ import torch
 
 from proto.config import WorkerOptions
 from proto.model import ModelManifest
+from tests.builders import make_worker_options
 from worker.cpu.load import TorchForward
 from worker.cpu.self_test import pages_of_all_layers
 from worker.steps.batch import I32Array
@@ -19,20 +20,14 @@ Row = tuple[I32Array, int]  # ids to compute, and the position of the first
 def worker_options(manifest: ModelManifest, **changes: Any) -> WorkerOptions:
     values: dict[str, Any] = {
         "manifest": manifest,
-        "device": "cpu",
-        "dtype": "auto",
-        "load_format": "auto",
-        "seed": 0,
         "page_size": 16,
         "num_pages": 256,
-        "kv_bytes": None,
         "gpu_memory_utilization": 0.5,
-        "max_model_len": None,
         "max_num_seqs": 32,
         "max_num_batched_tokens": 512,
         "threads": 1,  # tiny models gain nothing from a second one
     }
-    return WorkerOptions(**(values | changes))
+    return make_worker_options(**(values | changes))
 
 
 def load(manifest: ModelManifest, **changes: Any) -> TorchForward:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from proto.cache import longest_sequence
-from proto.config import SchedulerOptions, WorkerOptions
+from proto.config import WorkerOptions
 from proto.ids import make_rid
 from proto.messages import (
     U32,
@@ -34,13 +34,13 @@ from proto.messages import (
     column,
 )
 from scheduler.core import Scheduler
+from tests.builders import GREEDY, i32, make_scheduler_options
 from worker.cpu.device import Runner
 from worker.loop import facts_of
 from worker.steps.batch import StepBatch
 
 STEP_NS = 1_000_000
 _SHORT_REQUESTS = 150
-GREEDY = Sampling(temperature=0)
 
 
 @dataclass
@@ -93,10 +93,9 @@ class Pair:
         epoch: int = 1,
     ) -> None:
         facts = _smaller(facts_of(runner, worker), num_pages, window_pages)
-        options = SchedulerOptions(
+        options = make_scheduler_options(
             pipeline_depth=depth,
             prefix_caching=prefix_caching,
-            chunked_prefill=True,
             max_num_batched_tokens=max_num_batched_tokens or worker.max_num_batched_tokens,
             max_num_seqs=max_num_seqs or worker.max_num_seqs,
             max_queue=10_000,
@@ -130,11 +129,11 @@ class Pair:
             Admit(
                 rid=rid,
                 attempt=1,
-                prompt_ids=np.array(prompt, np.int32).tobytes(),
+                prompt_ids=i32(*prompt),
                 sampling=sampling,
                 max_new_tokens=max_new_tokens,
                 min_new_tokens=min_new_tokens,
-                stop_ids=np.array(stop_ids, np.int32).tobytes(),
+                stop_ids=i32(*stop_ids),
                 num_eos=num_eos,
                 arrival=self._now,
             ),

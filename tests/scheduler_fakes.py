@@ -3,12 +3,11 @@
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from proto.config import SchedulerOptions
-from proto.ids import Address, StageKind, make_rid
+from proto.ids import StageKind, make_rid
 from proto.messages import (
     U8,
     U32,
@@ -22,56 +21,18 @@ from proto.messages import (
     Reject,
     Reset,
     Sampling,
-    StageInfo,
-    StageState,
     StepPlan,
     StepResult,
     WorkClass,
     WorkerFacts,
-    World,
     column,
 )
 from scheduler.core import Scheduler
+from tests.builders import i32, make_facts, make_scheduler_options
 
 EPOCH = 7
 MS = 1_000_000
 _MASK = (1 << 62) - 1
-
-
-def make_options(**changes: object) -> SchedulerOptions:
-    options = SchedulerOptions(
-        pipeline_depth=2,
-        prefix_caching=True,
-        chunked_prefill=True,
-        max_num_batched_tokens=64,
-        max_num_seqs=8,
-        max_queue=1000,
-        debug_preempt_every=0,
-    )
-    return msgspec.structs.replace(options, **changes)
-
-
-def make_facts(**changes: object) -> WorkerFacts:
-    facts = WorkerFacts(
-        num_pages=64,
-        page_size=4,
-        max_model_len=200,
-        max_num_seqs=64,
-        max_num_batched_tokens=8192,
-        vocab_size=1000,
-        device="fake",
-        dtype="float32",
-        kv_bytes_per_token=1,
-    )
-    return msgspec.structs.replace(facts, **changes)
-
-
-def make_sampling(seed: int) -> Sampling:
-    return Sampling(temperature=0, seed=seed)
-
-
-def i32(ids: list[int]) -> bytes:
-    return np.array(ids, np.int32).tobytes()
 
 
 def rid_of(number: int, server: int = 0, incarnation: int = 1) -> int:
@@ -99,12 +60,12 @@ def make_admit(
     return Admit(
         rid=rid,
         attempt=attempt,
-        prompt_ids=i32(prompt),
-        output_ids=i32(output or []),
-        sampling=make_sampling(rid if seed is None else seed),
+        prompt_ids=i32(*prompt),
+        output_ids=i32(*(output or [])),
+        sampling=Sampling(temperature=0, seed=rid if seed is None else seed),
         max_new_tokens=max_new,
         min_new_tokens=min_new,
-        stop_ids=i32(stops),
+        stop_ids=i32(*stops),
         num_eos=len(stops) if num_eos is None else num_eos,
         work_class=work_class,
         priority=priority,
@@ -120,24 +81,6 @@ def make_abort(*requests: tuple[int, int]) -> Abort:
         rids=np.array([rid for rid, _ in requests], U64).tobytes(),
         attempts=np.array([attempt for _, attempt in requests], U32).tobytes(),
     )
-
-
-def make_stage(kind: StageKind, index: int, incarnation: int, state: StageState = StageState.READY) -> StageInfo:
-    return StageInfo(
-        address=Address(kind, index),
-        incarnation=incarnation,
-        pid=1,
-        state=state,
-        facts=None,
-        rss_bytes=0,
-        cpu_seconds=0.0,
-        restarts=0,
-        counters={},
-    )
-
-
-def make_world(*stages: StageInfo) -> World:
-    return World(stages=stages, draining=False, failure="")
 
 
 # ------------------------------------------------------------------ a worker
@@ -234,7 +177,7 @@ class FakeWorker:
             StepResult(
                 epoch=self.epoch,
                 step=plan.step,
-                ids=i32(ids),
+                ids=i32(*ids),
                 counts=b"",
                 statuses=np.array(statuses, U8).tobytes() if any(statuses) else b"",
                 logprobs=(),
@@ -356,7 +299,7 @@ class Ring:
 
     def __init__(self, options: SchedulerOptions | None = None, facts: WorkerFacts | None = None) -> None:
         self.facts = facts or make_facts()
-        self.options = options or make_options()
+        self.options = options or make_scheduler_options()
         self.scheduler = Scheduler(self.options, self.facts, EPOCH)
         self.worker = FakeWorker(self.facts)
         self.worker.reset(self.scheduler.reset)
@@ -482,4 +425,4 @@ def expected_output(admit: Admit, vocab: int) -> tuple[list[int], Finish, int]:
 
 
 def ring_of(**options: object) -> Ring:
-    return Ring(make_options(**options))
+    return Ring(make_scheduler_options(**options))

@@ -20,18 +20,8 @@ from proto.messages import U32, U64, Admit, Census, Finish, Flush, StageState, S
 from scheduler.pages import PAGE_ID_BYTES
 from scheduler.prefix import Path
 from scheduler.request import State
-from tests.scheduler_fakes import (
-    Ring,
-    expected_output,
-    i32,
-    make_abort,
-    make_admit,
-    make_facts,
-    make_options,
-    make_stage,
-    make_world,
-    rid_of,
-)
+from tests.builders import i32, make_facts, make_scheduler_options, make_stage, make_world
+from tests.scheduler_fakes import Ring, expected_output, make_abort, make_admit, rid_of
 
 _VOCAB = 40
 _SALTS = ["", "a", "b"]
@@ -69,7 +59,7 @@ class Fuzz:
             window=setting.window,
             window_pages=setting.window_pages,
         )
-        options = make_options(
+        options = make_scheduler_options(
             pipeline_depth=setting.depth,
             prefix_caching=setting.prefix_caching,
             chunked_prefill=setting.chunked,
@@ -204,7 +194,7 @@ class Fuzz:
         again = msgspec.structs.replace(
             admit,
             attempt=attempt + 1,
-            output_ids=admit.output_ids + i32(ids),
+            output_ids=admit.output_ids + i32(*ids),
             opening=f"opening {rid} {attempt + 1}".encode(),
         )
         self._want(rid, again)
@@ -228,7 +218,7 @@ class Fuzz:
         if len(self._pins) >= 2:
             return
         tree = self.ring.scheduler._running.tree
-        prompt = i32(self.random.choice(self._stems))
+        prompt = i32(*self.random.choice(self._stems))
         path = Path(self.random.choice(_SALTS))
         tree.match(path, prompt, 12)
         tree.hold(path)

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import grpc
 import msgspec
-import numpy as np
 import uvloop
 
 from engine.runtime.stage import Stage
@@ -19,7 +18,6 @@ from proto.channel import Context, Inbox, Outbox
 from proto.config import ServerOptions, StageConfig
 from proto.ids import Address, StageKind
 from proto.messages import (
-    I32,
     U64,
     Abort,
     Accepted,
@@ -37,7 +35,6 @@ from proto.messages import (
     RejectCode,
     ServerFacts,
     Serving,
-    StageInfo,
     StageState,
     Stop,
     Submit,
@@ -46,27 +43,17 @@ from proto.messages import (
     TokenizeReply,
     TokenizerFacts,
     TokenLogprobs,
-    WorkerFacts,
     World,
     column,
 )
 from server.app import serve
+from tests.builders import i32, make_facts, make_stage, make_stage_config
 
 MODEL_NAME = "tiny"
 VOCAB = 100
 MAX_MODEL_LEN = 512
 EOS = 2
-WORKER = WorkerFacts(
-    num_pages=64,
-    page_size=16,
-    max_model_len=MAX_MODEL_LEN,
-    max_num_seqs=8,
-    max_num_batched_tokens=256,
-    vocab_size=VOCAB,
-    device="cpu",
-    dtype="float32",
-    kv_bytes_per_token=64,
-)
+WORKER = make_facts(page_size=16, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB, kv_bytes_per_token=64)
 TOKENIZER = TokenizerFacts(vocab_size=90, eos_ids=(EOS,), has_chat_template=True)
 SCHEDULER_COUNTERS = {
     "running": 3.0,
@@ -128,15 +115,14 @@ def make_world(
         facts = {StageKind.WORKER: WORKER, StageKind.TOKENIZER: TOKENIZER}
     return World(
         stages=tuple(
-            StageInfo(
-                address=Address(kind, 0),
+            make_stage(
+                kind,
                 incarnation=1 if kind is StageKind.SERVER else incarnation,
-                pid=1000 + kind,
                 state=StageState.DEAD if kind is dead else state,
+                pid=1000 + kind,
                 facts=facts.get(kind),
                 rss_bytes=1 << 20,
                 cpu_seconds=0.5,
-                restarts=0,
                 counters=SCHEDULER_COUNTERS if kind is StageKind.SCHEDULER else {},
             )
             for kind in list(StageKind)[1:]
@@ -170,10 +156,6 @@ def make_logprobs(count: int, alternatives: int) -> TokenLogprobs | None:
         top_ids=(i32(*range(alternatives)),) * count,
         top_logprobs=((-0.25,) * alternatives,) * count,
     )
-
-
-def i32(*values: int) -> bytes:
-    return np.array(values, I32).tobytes()
 
 
 class FakeRing:
@@ -285,16 +267,7 @@ class FakeRing:
 
 def make_config(run_dir: str, **options: Any) -> StageConfig:
     """What a supervisor would write for server 0."""
-    return StageConfig(
-        kind=StageKind.SERVER,
-        index=0,
-        incarnation=1,
-        supervisor_incarnation=1,
-        run_dir=run_dir,
-        death_fd=-1,
-        log_level="info",
-        options=msgspec.Raw(msgspec.json.encode(make_options(**({"port": free_port()} | options)))),
-    )
+    return make_stage_config(StageKind.SERVER, run_dir, make_options(**({"port": free_port()} | options)))
 
 
 @asynccontextmanager

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from engine.models import prepare
 from proto.messages import StepResult
+from tests.builders import i32, make_plan, make_row
 from tests.flashinfer_double import simulate
 from tests.flashinfer_double.library import BatchDecodeWithPagedKVCacheWrapper as Decode
 from tests.flashinfer_double.library import BatchPrefillWithPagedKVCacheWrapper as Prefill
 from tests.layer_cases import worker_options
 from tests.test_cuda_device import MODEL, both_groups, ids_of, make_device, options_of, plans, play, silent
 from tests.test_cuda_families import SIZES, script
-from tests.test_worker_tables import i32, make_admit, make_plan
 from tests.tiny_models import make_tiny
 from worker.cpu.device import Runner
 from worker.cpu.load import TorchForward
@@ -55,7 +55,7 @@ def test_no_plan_splits_or_looks_at_neighbours(eager: bool, monkeypatch: pytest.
         monkeypatch.setattr(wrapper, "plan", plan)
     with simulate(1) as gpu:
         device = make_device(deterministic=True, enforce_eager=eager)
-        late = make_admit(5, list(range(1, 20)), [26, 28, 30, 27, 29, 31])
+        late = make_row(5, list(range(1, 20)), [26, 28, 30, 27, 29, 31])
         chunk = both_groups(make_plan(step=5, admits=(late,), chunks=i32(5, 19, 1)))
         play(gpu, device, [*plans(3, 4), chunk])
     assert len(asked) > 10

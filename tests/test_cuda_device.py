@@ -21,10 +21,10 @@ from proto.ids import Address, StageKind
 from proto.messages import Desync, Finish, RowStatus, Sampling, StepPlan, StepResult, TokenLogprobs, column
 from proto.model import ModelConfig, RopeConfig
 from scripts.gpu.speed import LLAMA_8B, QWEN3_06B
+from tests.builders import GREEDY, i32, make_plan, make_row, make_worker_options
 from tests.flashinfer_double import Gpu, SimulationError, simulate
-from tests.pair import GREEDY, Pair, Story
-from tests.test_worker_runner import make_options
-from tests.test_worker_tables import behind_window, i32, make_admit, make_plan
+from tests.pair import Pair, Story
+from tests.test_worker_tables import behind_window
 from worker.cpu.device import Runner
 from worker.cpu.load import TorchForward
 from worker.cuda.device import CudaDevice
@@ -66,7 +66,7 @@ def options_of(device: str, **changes: Any) -> WorkerOptions:
         "max_num_batched_tokens": 24,
         "pipeline_depth": 3,
     }
-    return make_options(MODEL, device=device, **(settings | changes))
+    return make_worker_options(MODEL, device=device, **(settings | changes))
 
 
 def silent(text: str, done: int, total: int) -> None:
@@ -202,7 +202,7 @@ def both_groups(plan: StepPlan) -> StepPlan:
 def plans(rows: int, steps: int) -> list[StepPlan]:
     """So many requests in one prefill step, then decode steps of all."""
     admits = tuple(
-        make_admit(slot, [7 * slot + 1, slot + 2, 5], [5 * slot + i for i in range(5)]) for slot in range(rows)
+        make_row(slot, [7 * slot + 1, slot + 2, 5], [5 * slot + i for i in range(5)]) for slot in range(rows)
     )
     chunks = i32(*(value for slot in range(rows) for value in (slot, 3, 1)))
     first = both_groups(make_plan(admits=admits, chunks=chunks))
@@ -396,7 +396,7 @@ def test_a_step_with_chunks_runs_by_pieces_between_attentions(gpu: Gpu) -> None:
     device = make_device()
     groups, pieces = device._step.attention.groups, device._pieces
     assert pieces is not None
-    late = make_admit(5, [9, 8, 7, 6, 5], [30, 31])
+    late = make_row(5, [9, 8, 7, 6, 5], [30, 31])
     play(gpu, device, plans(3, 3))
     before = {group: [gpu.peek(x).clone() for x in (pages.keys, pages.values)] for group, pages in groups.items()}
     with gpu.timeline.launch_path() as account:
@@ -538,7 +538,7 @@ def test_more_steps_in_flight_than_foreseen_are_right_too(gpu: Gpu) -> None:
 def test_steps_without_rows_or_samples_answer_in_their_turn(gpu: Gpu) -> None:
     device = make_device()
     script = [
-        both_groups(make_plan(admits=(make_admit(0, [1, 2, 3], [0]),), chunks=i32(0, 2, 0))),
+        both_groups(make_plan(admits=(make_row(0, [1, 2, 3], [0]),), chunks=i32(0, 2, 0))),
         make_plan(step=2, chunks=i32(0, 1, 1)),
         make_plan(step=3, released=i32(0), decode_slots=b""),
         make_plan(step=4),

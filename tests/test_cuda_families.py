@@ -10,10 +10,11 @@ from engine.models import prepare
 from proto.cache import CacheGroups
 from proto.messages import StepPlan, StepResult
 from proto.model import ModelConfig
+from tests.builders import i32, make_plan, make_row
 from tests.flashinfer_double import simulate
 from tests.layer_cases import worker_options
 from tests.test_cuda_device import ids_of, launch, silent
-from tests.test_worker_tables import behind_window, i32, make_admit, make_plan
+from tests.test_worker_tables import behind_window
 from tests.tiny_models import FAMILIES, NEWER_FAMILIES, make_tiny
 from worker.cpu.device import Runner
 from worker.cpu.load import TorchForward
@@ -37,8 +38,8 @@ def script(config: ModelConfig) -> list[StepPlan]:
 
 def _script() -> list[StepPlan]:
     first, second = list(range(1, 14)), list(range(2, 17))
-    late = make_admit(2, list(range(40, 60)), [12, 13, 14])
-    admits = (make_admit(0, first, [0, 1, 2]), make_admit(1, second, [4, 5, 6]))
+    late = make_row(2, list(range(40, 60)), [12, 13, 14])
+    admits = (make_row(0, first, [0, 1, 2]), make_row(1, second, [4, 5, 6]))
     return [
         make_plan(admits=admits, chunks=i32(0, 13, 1, 1, 15, 1)),
         make_plan(step=2, decode_slots=i32(0, 1)),

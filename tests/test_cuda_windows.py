@@ -16,12 +16,12 @@ from proto.cache import CacheGroups
 from proto.channel import decode_as
 from proto.config import WorkerOptions
 from proto.messages import Finish, Sampling, StepPlan, TokenLogprobs, column
+from tests.builders import GREEDY, i32, make_plan, make_row, make_worker_options
 from tests.flashinfer_double import SimulationError, simulate
-from tests.pair import GREEDY, Pair, Story
+from tests.pair import Pair, Story
 from tests.test_cuda_device import MODEL as HALF
 from tests.test_cuda_device import LatePair, assert_close, changed_slots, play, silent
-from tests.test_worker_runner import make_options
-from tests.test_worker_tables import behind_window, i32, make_admit, make_plan
+from tests.test_worker_tables import behind_window
 from worker.cpu.device import Runner
 from worker.cpu.load import TorchForward
 from worker.cuda import tiles
@@ -56,7 +56,7 @@ def options_of(model: str, device: str, **changes: Any) -> WorkerOptions:
         "max_num_batched_tokens": 24,
         "pipeline_depth": 3,
     }
-    return make_options(MODELS[model], device=device, **(values | changes))
+    return make_worker_options(MODELS[model], device=device, **(values | changes))
 
 
 def submit(pair: Pair) -> None:
@@ -233,7 +233,7 @@ def plans(model: str, rows: int, steps: int) -> list[StepPlan]:
     """So many prompts of 7 ids in one step, then decode steps of all; pages for 28 tokens each."""
     groups = CacheGroups.of(MODELS[model], PAGE, 4 * MODELS[model].num_layers, 64)
     admits = tuple(
-        make_admit(slot, [slot + n for n in range(1, 8)], [7 * slot + n for n in range(7)]) for slot in range(rows)
+        make_row(slot, [slot + n for n in range(1, 8)], [7 * slot + n for n in range(7)]) for slot in range(rows)
     )
     first = make_plan(admits=admits, chunks=i32(*(value for slot in range(rows) for value in (slot, 7, 1))))
     if groups.window:

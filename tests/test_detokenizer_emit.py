@@ -27,6 +27,7 @@ from proto.messages import (
     Timing,
     TokenLogprobs,
 )
+from tests.builders import i32
 from tests.tiny_tokenizers import SAMPLES, byte_level
 
 # Each letter is a token, and some words are, so that tests script text in tokens of their choice. Ids of
@@ -53,10 +54,6 @@ def ids_of(*tokens: str) -> list[int]:
     return [n for t in tokens for n in ([256 + WORDS.index(t)] if t in WORDS else t.encode())]
 
 
-def i32(values: list[int]) -> bytes:
-    return np.array(values, "<i4").tobytes()
-
-
 @dataclass
 class Row:
     ids: list[int]
@@ -78,11 +75,11 @@ def emit(*rows: Row, closed: list[tuple[int, int]] | None = None) -> Emit:
         rids=np.array([row.rid for row in rows], "<u8").tobytes(),
         attempts=np.array([row.attempt for row in rows], "<u4").tobytes(),
         indexes=bytes(row.index for row in rows),
-        starts=i32([row.start for row in rows]),
-        counts=i32([len(row.ids) for row in rows]),
-        ids=i32([number for row in rows for number in row.ids]),
+        starts=i32(*(row.start for row in rows)),
+        counts=i32(*(len(row.ids) for row in rows)),
+        ids=i32(*(number for row in rows for number in row.ids)),
         finishes=bytes(row.finish for row in rows),
-        matched=i32([row.matched for row in rows]),
+        matched=i32(*(row.matched for row in rows)),
         matched_eos=bytes(row.eos for row in rows),
         openings=tuple((n, encode(row.opening), TIMING) for n, row in enumerate(rows) if row.opening is not None),
         logprobs=tuple((n, encode(row.logprobs)) for n, row in enumerate(rows) if row.logprobs is not None),
@@ -107,7 +104,7 @@ def opening(
         rid,
         attempt,
         len(prompt),
-        i32(prompt[-16:]),
+        i32(*prompt[-16:]),
         stops,
         include_stop,
         min_new_tokens,
@@ -218,7 +215,7 @@ def test_a_resume_goes_on_where_the_caller_stands(
         start = opening(*stops, min_new_tokens=early) if place == 0 else None
         (delta,) = one(detokenizer, Row([ids[place]], place, opening=start))
         before.add(delta)
-    resume = Resume(i32(before.ids), len(before.text))
+    resume = Resume(i32(*before.ids), len(before.text))
     after = play(vocabulary, opening(*stops, min_new_tokens=early, resume=resume), ids[delivered:], [])
     assert before.text + after.text[len(before.text) :] == whole.text
     assert after.ids == whole.ids
@@ -226,7 +223,7 @@ def test_a_resume_goes_on_where_the_caller_stands(
 
 
 def test_a_resume_gives_characters_that_the_caller_lacks(vocabulary: Vocabulary) -> None:
-    resume = Resume(i32(ids_of("ABC")), 1)
+    resume = Resume(i32(*ids_of("ABC")), 1)
     assert play(vocabulary, opening(resume=resume), ids_of("G"), []).text == ".BCG"
 
 
@@ -338,7 +335,7 @@ def test_the_id_that_ends_an_output_is_an_id_without_text(vocabulary: Vocabulary
         row = Row([ord("o"), matched], 0, finish=Finish.STOP, matched=matched, eos=eos)
         row.opening = opening(skip_special_tokens=skip)
         (delta,) = one(detokenizer, row)
-        assert (delta.text, delta.ids) == ("o", i32([ord("o"), matched]))
+        assert (delta.text, delta.ids) == ("o", i32(ord("o"), matched))
         assert (delta.finish, delta.matched_id, delta.matched_is_eos) == (Finish.STOP, matched, eos)
 
 
@@ -368,7 +365,7 @@ def test_no_new_tokens_at_all(vocabulary: Vocabulary) -> None:
 
 def logprobs_of(count: int) -> TokenLogprobs:
     values = tuple(-0.5 - number for number in range(count))
-    return TokenLogprobs(values, tuple(i32([number]) for number in range(count)), tuple((value,) for value in values))
+    return TokenLogprobs(values, tuple(i32(number) for number in range(count)), tuple((value,) for value in values))
 
 
 def test_logprobs_are_as_long_as_ids(vocabulary: Vocabulary) -> None:
@@ -376,7 +373,7 @@ def test_logprobs_are_as_long_as_ids(vocabulary: Vocabulary) -> None:
     ids = ids_of("ABC", "DEF", "GHI")
     row = Row(ids, 0, opening=opening("DE", logprobs=1), logprobs=logprobs_of(3))
     (delta,) = one(detokenizer, row)
-    assert delta.ids == i32(ids[:2])
+    assert delta.ids == i32(*ids[:2])
     assert delta.logprobs == logprobs_of(2)
     (delta,) = one(Detokenizer(vocabulary), Row([], 0, opening=opening(logprobs=0), finish=Finish.LENGTH))
     assert delta.logprobs == TokenLogprobs((), (), ())
@@ -402,10 +399,10 @@ def test_detokenize_calls(tmp_path: Path) -> None:
     detokenizer = Detokenizer(read_vocabulary(str(path), 700))
     ids = [1, *library.encode(SAMPLES["emoji"]).ids]
     for skip in (True, False):
-        reply = detokenizer.on_call(DetokenizeCall(RID, i32(ids), skip))
+        reply = detokenizer.on_call(DetokenizeCall(RID, i32(*ids), skip))
         assert reply == DetokenizeReply(RID, library.decode(ids, skip_special_tokens=skip))
     for wrong in (-1, 700):
-        reply = detokenizer.on_call(DetokenizeCall(RID, i32([5, wrong]), True))
+        reply = detokenizer.on_call(DetokenizeCall(RID, i32(5, wrong), True))
         assert isinstance(reply, Reject)
         assert (reply.code, reply.field) == (RejectCode.INVALID, "token_ids")
         assert f"[1] is {wrong}" in reply.message

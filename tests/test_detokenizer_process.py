@@ -10,8 +10,8 @@ from proto.config import DetokenizerOptions
 from proto.ids import StageKind
 from proto.messages import Deltas, DetokenizeCall, DetokenizeReply, Finish
 from proto.model import ModelManifest
+from tests.builders import i32
 from tests.test_detokenizer_emit import Row, emit, opening
-from tests.text_requests import i32
 from tests.text_stage import TextStage
 from tests.tiny_tokenizers import SAMPLES, byte_level, large_byte_level, manifest
 
@@ -54,7 +54,7 @@ def test_it_streams_answers_calls_and_counts(tmp_path: Path) -> None:
         stream(stage, model, 4)
         library = Tokenizer.from_file(model.tokenizer_json)
         ids = library.encode(SAMPLES["arabic"]).ids
-        stage.outbox.send(DetokenizeCall(5, i32(ids), True))
+        stage.outbox.send(DetokenizeCall(5, i32(*ids), True))
         assert stage.receive(stage.server) == DetokenizeReply(5, SAMPLES["arabic"])
         stage.outbox.send(emit(Row([3], 0, rid=99)))
         counters = stage.counters(lambda c: c["unknown_rows"] == 1)

@@ -18,7 +18,8 @@ from engine.documents import Surroundings, stage_config
 from engine.runtime.stage import BusyShare
 from proto.channel import Context, Inbox, Outbox
 from proto.ids import SUPERVISOR, Address, StageKind
-from proto.messages import SCHEMA_HASH, Heartbeat, Message, Ready, StageInfo, StageState, Stop, World
+from proto.messages import SCHEMA_HASH, Heartbeat, Message, Ready, Stop
+from tests.builders import make_stage, make_world
 from tests.engine_fakes.fake_serve import MANIFEST
 
 FAKES = Path(__file__).parent / "engine_fakes"
@@ -133,8 +134,7 @@ def test_a_stage_hears_only_its_newest_peers(desk: Desk) -> None:
     process = desk.start()
     desk.hear(Ready)
     server = Address(StageKind.SERVER, 0)
-    info = StageInfo(Address(StageKind.SERVER, 0), 7, 1, StageState.READY, None, 0, 0.0, 0, {})
-    desk.outbox.send(World(stages=(info,), draining=False, failure=""))
+    desk.outbox.send(make_world(make_stage(StageKind.SERVER, incarnation=7)))
     for _ in range(3):
         desk.hear(Heartbeat)  # the World is read by now
     stale = Outbox(desk.context, desk.run_dir, server, 6, SCHEDULER)

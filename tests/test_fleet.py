@@ -27,7 +27,6 @@ from proto.messages import (
     Message,
     Reset,
     StageInfo,
-    StageState,
     StepPlan,
     StepResult,
     World,
@@ -39,8 +38,9 @@ from scheduler.loop import SchedulerLoop, WorkerLostError
 from server.generation import Generation
 from server.record import Outgoing, Record
 from server.validate import Ask
-from tests.scheduler_fakes import FakeWorker, make_facts, token_at
-from tests.text_requests import i32, make_params
+from tests.builders import i32, make_facts, make_stage, make_world
+from tests.scheduler_fakes import FakeWorker, token_at
+from tests.text_requests import make_params
 from tests.tiny_tokenizers import byte_level, manifest
 from tokenizer_proc.loop import TokenizerLoop
 from worker.device import Completion, StepClock
@@ -91,7 +91,7 @@ class FakeStage:
     def __init__(self, fleet: "Fleet", config: StageConfig) -> None:
         self.config = config
         self.address = config.address
-        self.world = World((), False, "")
+        self.world = make_world()
         self._fleet = fleet
 
     @property
@@ -163,23 +163,16 @@ class Fleet:
 
     def world(self, **incarnations: int) -> World:
         """Everybody is ready; `incarnations` of stages that were replaced, by the names of their inboxes."""
-        return World(
-            stages=tuple(
-                StageInfo(
-                    address=address,
+        return make_world(
+            *(
+                make_stage(
+                    address.kind,
                     incarnation=incarnations.get(str(address), stage.config.incarnation),
-                    pid=1,
-                    state=StageState.READY,
+                    address=address,
                     facts=self.devices[address].facts if address in self.devices else None,
-                    rss_bytes=0,
-                    cpu_seconds=0.0,
-                    restarts=0,
-                    counters={},
                 )
                 for address, stage in self.stages.items()
-            ),
-            draining=False,
-            failure="",
+            )
         )
 
     def tell_world(self) -> None:
@@ -221,7 +214,7 @@ class Fleet:
         params = make_params(max_new_tokens=NEW_TOKENS, ignore_eos=True)
         sampling = msgspec.structs.replace(params.sampling, seed=seed)
         params = msgspec.structs.replace(params, sampling=sampling)
-        ask = Ask("", None, i32([5 + seed, 7, 9]), None, params)
+        ask = Ask("", None, i32(5 + seed, 7, 9), None, params)
         generation, submit = self.record.open(ask, 10, arrival=1, now=0.0)
         self.send_all([submit])
         return generation

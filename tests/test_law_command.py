@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from scripts.check_law import count_equal
-from tests.pair import GREEDY, Story
+from tests.builders import GREEDY
+from tests.pair import Story
 
 ROOT = Path(__file__).parent.parent
 

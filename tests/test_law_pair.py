@@ -14,8 +14,8 @@ import pytest
 from proto.config import WorkerOptions
 from proto.messages import Finish, Sampling
 from proto.model import ModelConfig, RopeConfig
-from tests.pair import GREEDY, Pair, Story
-from tests.test_worker_runner import make_options
+from tests.builders import GREEDY, make_worker_options
+from tests.pair import Pair, Story
 from worker.cpu.device import Runner
 from worker.cpu.load import TorchForward
 
@@ -54,7 +54,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @cache
 def load(dtype: str) -> tuple[Runner, WorkerOptions]:
-    options = make_options(
+    options = make_worker_options(
         TINY,
         dtype=dtype,
         load_format="dummy",

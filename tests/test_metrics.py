@@ -9,7 +9,7 @@ from proto.ids import StageKind
 from proto.messages import Histogram, StageInfo, StageState
 from proto.metrics import METRICS, Metric, MetricKind
 from server.control import LOAD_COUNTERS, replica_load
-from tests.scheduler_fakes import make_stage
+from tests.builders import make_stage
 
 UNITS = {"", "bytes", "messages", "pages", "requests", "rows", "seconds", "steps", "tokens", "tokens/second"}
 

@@ -15,8 +15,8 @@ from engine.documents import kv_bytes
 from engine.models import prepare
 from engine.parallel import refuse_division
 from proto.model import ModelConfig, ModelManifest
+from tests.builders import make_model
 from tests.layer_cases import worker_options
-from tests.test_worker_runner import MODEL
 from tests.tiny_models import FAMILIES as OLDER
 from tests.tiny_models import NEWER_FAMILIES, make_tiny
 from worker.cpu.pool import size_pool
@@ -153,7 +153,7 @@ def test_slopes_are_those_of_the_ranks_own_heads() -> None:
 
 def shape(**changes: Any) -> ModelConfig:
     sizes = {"num_heads": 6, "num_kv_heads": 2, "intermediate_size": 112, "vocab_size": 320, "expert_size": 40}
-    return msgspec.structs.replace(MODEL, **{**sizes, **changes})
+    return make_model(**(sizes | changes))
 
 
 @pytest.mark.parametrize(

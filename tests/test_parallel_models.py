@@ -12,9 +12,9 @@ from engine.models import prepare
 from proto.config import WorkerOptions
 from proto.messages import Sampling, StepPlan
 from tests import parallel_ranks
+from tests.builders import i32, make_plan, make_row
 from tests.layer_cases import prompt, worker_options
 from tests.parallel_ranks import Ranks
-from tests.test_worker_tables import i32, make_admit, make_plan
 from tests.tiny_models import make_tiny
 from worker.ranks.group import ALONE, PeerLostError
 
@@ -72,10 +72,10 @@ def test_dummy_weights_are_the_same_model_for_any_number_of_ranks(tmp_path: Path
 
 def plans(steps: int) -> list[StepPlan]:
     """Three rows, greedy and random; one is prefilled in chunks while the others decode."""
-    greedy = make_admit(0, prompt(20, 320, 1).tolist(), [0, 1, 2, 3])
-    drawn = make_admit(1, prompt(9, 320, 2).tolist(), [4, 5, 6, 7])
+    greedy = make_row(0, prompt(20, 320, 1).tolist(), [0, 1, 2, 3])
+    drawn = make_row(1, prompt(9, 320, 2).tolist(), [4, 5, 6, 7])
     drawn = msgspec.structs.replace(drawn, sampling=Sampling(0.8, 40, 0.9, 0.0, seed=7, logprobs=2))
-    late = make_admit(2, prompt(30, 320, 3).tolist(), [8, 9, 10, 11])
+    late = make_row(2, prompt(30, 320, 3).tolist(), [8, 9, 10, 11])
     chunks = [i32(0, 20, 1, 1, 9, 1, 2, 8, 0), i32(2, 8, 0), i32(2, 14, 1)]
     found = [make_plan(step=1, admits=(greedy, drawn, late), chunks=chunks[0], decode_slots=b"")]
     found += [make_plan(step=2, decode_slots=i32(0, 1), chunks=chunks[1]), make_plan(step=3, chunks=chunks[2])]

@@ -10,7 +10,7 @@ import pytest
 
 from proto.ids import Address, StageKind
 from proto.messages import Message, Reset, StepPlan, Stop
-from tests.test_worker_tables import make_plan
+from tests.builders import make_plan
 from worker.device import Deferred
 from worker.ranks import followers as ranks
 from worker.ranks.followers import FollowerLoop, Followers

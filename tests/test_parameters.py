@@ -15,8 +15,9 @@ from proto.parameters import MAX_INT32, MAX_UINT64, Parameter, parameters_of
 from quintet_client.v1 import inference_pb2 as pb
 from server.status import InvalidFieldError
 from server.validate import _NOT_BUILT
+from tests.builders import make_row
 from tests.test_server_validate import ask
-from tests.test_worker_tables import make_admit, make_tables
+from tests.test_worker_tables import make_tables
 from worker.cuda.sampling import SamplingTable
 from worker.steps.sampling import SAMPLING, sampling_records
 
@@ -119,7 +120,7 @@ def test_a_worker_keeps_every_parameter_of_a_slot() -> None:
     """On the host through a plan's row, and in the memory of a GPU, whose views are taken of a tensor on the CPU."""
     assert SAMPLING.names == (*[p.field for p in SAMPLING_PARAMETERS], "min_len")
     sampling = unlike_the_default()
-    row = msgspec.structs.replace(make_admit(2, [1, 2, 3], [0]), sampling=sampling, min_len=9)
+    row = msgspec.structs.replace(make_row(2, [1, 2, 3], [0]), sampling=sampling, min_len=9)
     tables = make_tables()
     tables._admit(row)
     device = SamplingTable(4, torch.device("cpu"))

@@ -13,19 +13,8 @@ from proto.messages import (
     StageState,
     column,
 )
-from tests.scheduler_fakes import (
-    MS,
-    Ring,
-    expected_output,
-    make_abort,
-    make_admit,
-    make_facts,
-    make_options,
-    make_stage,
-    make_world,
-    rid_of,
-    ring_of,
-)
+from tests.builders import make_facts, make_scheduler_options, make_stage, make_world
+from tests.scheduler_fakes import MS, Ring, expected_output, make_abort, make_admit, rid_of, ring_of
 
 DEPTHS = [1, 2, 3]
 VOCAB = make_facts().vocab_size
@@ -39,7 +28,7 @@ def states() -> list[str]:
 @pytest.mark.parametrize("state", states())
 def test_an_abort_in_every_state_frees_everything(depth: int, state: str) -> None:
     """K40."""
-    ring = Ring(make_options(pipeline_depth=depth, max_num_batched_tokens=16))
+    ring = Ring(make_scheduler_options(pipeline_depth=depth, max_num_batched_tokens=16))
     rid = rid_of(1)
     max_new = 1 if state == "last step" else 8
     if state == "queued":

@@ -17,19 +17,8 @@ from proto.messages import (
     column,
 )
 from scheduler.results import WorkerError
-from tests.scheduler_fakes import (
-    MS,
-    Ring,
-    expected_output,
-    make_admit,
-    make_facts,
-    make_options,
-    make_stage,
-    make_world,
-    rid_of,
-    ring_of,
-    token_at,
-)
+from tests.builders import make_facts, make_scheduler_options, make_stage, make_world
+from tests.scheduler_fakes import MS, Ring, expected_output, make_admit, rid_of, ring_of, token_at
 
 DEPTHS = [1, 2, 3]
 VOCAB = make_facts().vocab_size
@@ -171,7 +160,7 @@ def test_equal_seeds_give_equal_plans() -> None:
 
 def test_what_can_never_fit_is_refused_and_the_queue_advances() -> None:
     """K20."""
-    ring = Ring(make_options(), make_facts(num_pages=20, max_model_len=200))
+    ring = Ring(make_scheduler_options(), make_facts(num_pages=20, max_model_len=200))
     for number, prompt, max_new, field in [
         (1, 10, 72, "72"),
         (2, 150, 60, "210"),
@@ -280,7 +269,7 @@ def test_logits_that_are_not_finite_fail_one_request_alone() -> None:
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_decodes_go_on_while_a_long_prompt_is_prefilled(depth: int) -> None:
-    ring = Ring(make_options(pipeline_depth=depth, max_num_batched_tokens=16))
+    ring = Ring(make_scheduler_options(pipeline_depth=depth, max_num_batched_tokens=16))
     ring.keep_plans = True
     ring.send(make_admit(rid_of(1), [1, 2], 100))
     ring.turn()
@@ -298,7 +287,7 @@ def test_decodes_go_on_while_a_long_prompt_is_prefilled(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_without_chunked_prefill_a_prompt_runs_in_one_step(depth: int) -> None:
-    ring = Ring(make_options(pipeline_depth=depth, chunked_prefill=False, max_num_batched_tokens=64))
+    ring = Ring(make_scheduler_options(pipeline_depth=depth, chunked_prefill=False, max_num_batched_tokens=64))
     ring.keep_plans = True
     ring.send(make_admit(rid_of(1), [1] * 65, 3))
     ring.send(make_admit(rid_of(2), [2, 3], 60))
@@ -397,7 +386,7 @@ def test_a_worker_out_of_step_is_an_error() -> None:
 def test_a_request_that_waits_for_pages_is_passed_by_a_bounded_number() -> None:
     """K58: a head that needs more pages than are free is overtaken, but not for ever."""
     facts = make_facts(num_pages=40, max_model_len=140, page_size=4)
-    ring = Ring(make_options(max_num_seqs=16, max_num_batched_tokens=256), facts)
+    ring = Ring(make_scheduler_options(max_num_seqs=16, max_num_batched_tokens=256), facts)
     for number in range(6):
         ring.send(make_admit(rid_of(number), [number] * 5, 14))
     for _ in range(3):

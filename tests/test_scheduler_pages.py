@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from proto.messages import column
 from scheduler.pages import PAGE_ID_BYTES, PageError, PagePool
 from scheduler.prefix import Path, PrefixTree
-from tests.scheduler_fakes import i32
+from tests.builders import i32
 
 PAGE = 4
 
@@ -19,14 +19,14 @@ def make_tree(pages: int = 16, enabled: bool = True) -> PrefixTree:
 def place(tree: PrefixTree, ids: list[int], salt: str = "") -> tuple[Path, bytes]:
     """A row gets pages for its ids, those that the tree has first; returns its path and page table."""
     path = Path(salt)
-    tree.match(path, i32(ids), len(ids) - 1)
+    tree.match(path, i32(*ids), len(ids) - 1)
     return path, tree.hold(path) + tree.allocate(tree.pool.pages_of(len(ids)) - len(path))
 
 
 def compute(tree: PrefixTree, ids: list[int], salt: str = "", leave: bool = True) -> Path:
     """A row prefills ids and, by default, leaves: its full pages stay cached."""
     path, table = place(tree, ids, salt)
-    tree.extend(path, i32(ids), table, len(ids) // PAGE)
+    tree.extend(path, i32(*ids), table, len(ids) // PAGE)
     if leave:
         tree.leave(path, table)
     return path
@@ -35,7 +35,7 @@ def compute(tree: PrefixTree, ids: list[int], salt: str = "", leave: bool = True
 def cached(tree: PrefixTree, ids: list[int], salt: str = "") -> int:
     """Pages that the tree has of these ids."""
     path = Path(salt)
-    tree.match(path, i32(ids), len(ids))
+    tree.match(path, i32(*ids), len(ids))
     return len(path)
 
 
@@ -93,7 +93,7 @@ def test_a_full_hit_leaves_the_last_token_to_compute() -> None:
     ids = list(range(8))
     compute(tree, ids)
     path = Path("")
-    tree.match(path, i32(ids), len(ids) - 1)
+    tree.match(path, i32(*ids), len(ids) - 1)
     assert len(path) == 1
 
 
@@ -115,7 +115,7 @@ def test_the_least_recently_used_page_goes_first_and_children_before_parents() -
     assert again.pages == old.pages
     tree.allocate(3)  # two pages are free
     for path, ids, left in [(new, [2] * 8, 1), (old, [1] * 8, 2)]:
-        tree.match(path, i32(ids), 8)
+        tree.match(path, i32(*ids), 8)
         assert len(path) == left
 
 
@@ -137,7 +137,7 @@ def test_an_evicted_node_is_noticed_however_its_page_is_used_since() -> None:
     path = compute(tree, [1] * 16)
     assert sorted(column(path.pages).tolist()) == [0, 1, 2, 3]
     compute(tree, [2] * 16)
-    tree.match(path, i32([1] * 16), 16)
+    tree.match(path, i32(*[1] * 16), 16)
     assert not len(path)
 
 
@@ -147,10 +147,10 @@ def test_a_row_that_finds_its_page_entered_by_another_adds_nothing_below_it() ->
     ids = [1, 2, 3, 4, 5, 6, 7, 8]
     late, late_table = place(tree, ids)
     compute(tree, ids[:4])
-    tree.extend(late, i32(ids), late_table, 2)
+    tree.extend(late, i32(*ids), late_table, 2)
     assert tree.cached == 1
     tree.check(late_table)
-    tree.leave(late, late_table, i32(ids), 2)
+    tree.leave(late, late_table, i32(*ids), 2)
     assert tree.cached == cached(tree, ids) == 2
     tree.check(b"")
 
@@ -158,7 +158,7 @@ def test_a_row_that_finds_its_page_entered_by_another_adds_nothing_below_it() ->
 def test_nodes_split_where_requests_diverge_and_grow_while_one_row_has_them() -> None:
     tree = make_tree()
     path, table = place(tree, [1] * 12 + [2] * 4)
-    ids = i32([1] * 12 + [2] * 4)
+    ids = i32(*[1] * 12 + [2] * 4)
     tree.extend(path, ids, table, 1)
     tree.extend(path, ids, table, 4)
     assert len(list(tree.nodes())) == 1
@@ -168,24 +168,24 @@ def test_nodes_split_where_requests_diverge_and_grow_while_one_row_has_them() ->
     assert [node.users for node in path.nodes] == [1, 2]
     assert path.pages == table
     waiting = Path("")
-    tree.match(waiting, i32([1] * 12 + [2] * 8), 20)
-    tree.leave(path, table + tree.allocate(1), i32([1] * 12 + [2] * 8), 5)
+    tree.match(waiting, i32(*[1] * 12 + [2] * 8), 20)
+    tree.leave(path, table + tree.allocate(1), i32(*[1] * 12 + [2] * 8), 5)
     assert len(waiting) == 4
-    tree.match(waiting, i32([1] * 12 + [2] * 8), 20)
+    tree.match(waiting, i32(*[1] * 12 + [2] * 8), 20)
     assert len(waiting) == 5
 
 
 def test_a_path_does_not_trust_what_its_tip_grew_by() -> None:
     tree = make_tree(pages=8)
-    ids = i32([1] * 8)
+    ids = i32(*[1] * 8)
     path, table = place(tree, [1] * 24)
-    tree.extend(path, i32([1] * 24), table, 2)
+    tree.extend(path, i32(*[1] * 24), table, 2)
     waiting = Path("")
-    tree.match(waiting, ids + i32([2] * 16), 24)
+    tree.match(waiting, ids + i32(*[2] * 16), 24)
     assert len(waiting) == 2
-    tree.leave(path, table, i32([1] * 24), 6)
+    tree.leave(path, table, i32(*[1] * 24), 6)
     tree.allocate(3)  # one page of the grown node goes
-    tree.match(waiting, ids + i32([2] * 16), 24)
+    tree.match(waiting, ids + i32(*[2] * 16), 24)
     assert len(waiting) == 2
 
 
@@ -215,7 +215,7 @@ def test_the_list_of_leaves_stays_in_proportion_to_the_tree() -> None:
 
 def test_a_path_is_not_held_once_its_tip_has_grown() -> None:
     tree = make_tree(16)
-    ids = i32([1] * (3 * PAGE))
+    ids = i32(*[1] * (3 * PAGE))
     row, other = Path(""), Path("")
     tree.match(row, ids, 3 * PAGE)
     table = tree.hold(row) + tree.allocate(3)
@@ -239,15 +239,15 @@ def test_random_rows_read_what_they_should(rows: list[tuple[int, int, int]], pag
         salt = "ab"[stem % 2]
         ids = [stem // 2] * length + [9] * tail
         path = Path(salt)
-        tree.match(path, i32(ids), len(ids) - 1)
+        tree.match(path, i32(*ids), len(ids) - 1)
         for number, page in enumerate(column(path.pages).tolist()):
             assert content[page] == (salt, tuple(ids[: (number + 1) * PAGE]))
         need = tree.pool.pages_of(len(ids)) - len(path)
         while held and tree.pool.available - path.idle_pages < need:
             left, table, left_ids = held.pop(0)
             # Every other one leaves its pages to the tree only now.
-            tree.leave(left, table, i32(left_ids), len(left_ids) // PAGE)
-            tree.match(path, i32(ids), len(ids) - 1)
+            tree.leave(left, table, i32(*left_ids), len(left_ids) // PAGE)
+            tree.match(path, i32(*ids), len(ids) - 1)
             need = tree.pool.pages_of(len(ids)) - len(path)
         if tree.pool.available - path.idle_pages < need:
             continue
@@ -257,10 +257,10 @@ def test_random_rows_read_what_they_should(rows: list[tuple[int, int, int]], pag
             assert number >= len(path) or content[page] == wanted
             content[page] = wanted
         if length % 2:
-            tree.extend(path, i32(ids), table, len(ids) // PAGE)
+            tree.extend(path, i32(*ids), table, len(ids) // PAGE)
         held.append((path, table, ids))
         tree.check(b"".join(table[4 * len(path) :] for path, table, _ in held))
     for path, table, ids in held:
-        tree.leave(path, table, i32(ids), len(ids) // PAGE)
+        tree.leave(path, table, i32(*ids), len(ids) // PAGE)
     tree.check(b"")
     assert tree.pool.available == pages

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from proto.channel import Context, Inbox, Outbox
-from proto.config import StageConfig
 from proto.ids import Address, StageKind
 from proto.messages import (
     U8,
@@ -29,17 +28,9 @@ from proto.messages import (
     World,
     column,
 )
+from tests.builders import make_facts, make_scheduler_options, make_stage, make_stage_config, make_world
 from tests.metrics_check import assert_complete
-from tests.scheduler_fakes import (
-    FakeWorker,
-    expected_output,
-    make_admit,
-    make_facts,
-    make_options,
-    make_stage,
-    make_world,
-    rid_of,
-)
+from tests.scheduler_fakes import FakeWorker, expected_output, make_admit, rid_of
 
 pytestmark = pytest.mark.slow
 
@@ -63,16 +54,7 @@ class Surroundings:
             kind: Outbox(self.context, str(run_dir), Address(kind, 0), 1, SCHEDULER)
             for kind in (StageKind.SUPERVISOR, StageKind.WORKER, StageKind.TOKENIZER)
         }
-        config = StageConfig(
-            kind=StageKind.SCHEDULER,
-            index=0,
-            incarnation=INCARNATION,
-            supervisor_incarnation=1,
-            run_dir=str(run_dir),
-            death_fd=-1,
-            log_level="info",
-            options=msgspec.Raw(msgspec.json.encode(make_options())),
-        )
+        config = make_stage_config(StageKind.SCHEDULER, str(run_dir), make_scheduler_options(), INCARNATION)
         document = run_dir / "scheduler-0.json"
         document.write_bytes(msgspec.json.encode(config))
         self.process = subprocess.Popen(

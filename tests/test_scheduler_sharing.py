@@ -2,15 +2,8 @@
 
 import pytest
 
-from tests.scheduler_fakes import (
-    Ring,
-    expected_output,
-    make_admit,
-    make_facts,
-    make_options,
-    rid_of,
-    ring_of,
-)
+from tests.builders import make_facts, make_scheduler_options
+from tests.scheduler_fakes import Ring, expected_output, make_admit, rid_of, ring_of
 
 DEPTHS = [1, 2, 3]
 VOCAB = make_facts().vocab_size
@@ -84,7 +77,7 @@ def test_forced_preemption_changes_no_token(depth: int, every: int) -> None:
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_pool_too_small_preempts_by_itself_and_changes_no_token(depth: int) -> None:
     facts = make_facts(num_pages=20, max_model_len=80)
-    ring = Ring(make_options(pipeline_depth=depth), facts)
+    ring = Ring(make_scheduler_options(pipeline_depth=depth), facts)
     ring.scheduler._admission.lengths._mean[0] = 1.0  # admission expects short answers, and is wrong
     ring.scheduler._admission.lengths._deviation[0] = 0.0
     admits = [make_admit(rid_of(number), [number] * 9, 40) for number in range(6)]
@@ -119,7 +112,7 @@ def test_a_victim_has_gained_something_since_it_was_placed() -> None:
 
 def test_thrashing_throttles_admission_and_shows() -> None:
     facts = make_facts(num_pages=40, max_model_len=160)
-    ring = Ring(make_options(max_num_seqs=8), facts)
+    ring = Ring(make_scheduler_options(max_num_seqs=8), facts)
     ring.scheduler._admission.lengths.expect = lambda *_: 0  # type: ignore[method-assign]
     for number in range(40):
         ring.send(make_admit(rid_of(number), [number] * 20, 60))
@@ -136,7 +129,7 @@ def test_thrashing_throttles_admission_and_shows() -> None:
 def test_expected_lengths_keep_a_pool_from_preempting() -> None:
     """With a learned length the batch stays as large as the pool carries, and no more."""
     facts = make_facts(num_pages=60, max_model_len=160)
-    ring = Ring(make_options(max_num_seqs=32), facts)
+    ring = Ring(make_scheduler_options(max_num_seqs=32), facts)
     for number in range(60):
         ring.send(make_admit(rid_of(number), [number] * 8, 40))
     most = 0.0
@@ -150,7 +143,7 @@ def test_expected_lengths_keep_a_pool_from_preempting() -> None:
 def test_an_evicted_prefix_is_matched_again_before_admission() -> None:
     """K37: a queued request counted on a prefix that is gone when its turn comes."""
     facts = make_facts(num_pages=16, max_model_len=64)
-    ring = Ring(make_options(), facts)
+    ring = Ring(make_scheduler_options(), facts)
     prefix = list(range(24))
     ring.send(make_admit(rid_of(1), [*prefix, 1], 2))
     ring.drain()

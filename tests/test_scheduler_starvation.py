@@ -7,7 +7,8 @@ import pytest
 
 from proto.messages import Admit, WorkClass
 from scheduler.core import Scheduler
-from tests.scheduler_fakes import make_admit, make_facts, make_options, rid_of
+from tests.builders import make_facts, make_scheduler_options
+from tests.scheduler_fakes import make_admit, rid_of
 from tests.scheduler_simulation import SECOND, Device, Simulation
 
 BUDGET = 2048
@@ -18,7 +19,9 @@ SHORT_TOKENS_PER_SECOND = 12_000  # the device prefills about 28 000
 
 def make_simulation(depth: int = 2, host: int = 0) -> Simulation:
     facts = make_facts(num_pages=16_000, page_size=16, max_model_len=32_768, max_num_seqs=256, vocab_size=1000)
-    options = make_options(max_num_batched_tokens=BUDGET, max_num_seqs=256, max_queue=10_000, pipeline_depth=depth)
+    options = make_scheduler_options(
+        max_num_batched_tokens=BUDGET, max_num_seqs=256, max_queue=10_000, pipeline_depth=depth
+    )
     return Simulation(Scheduler(options, facts, 1), Device(host=host))
 
 

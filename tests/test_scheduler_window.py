@@ -6,7 +6,8 @@ import pytest
 from proto.messages import Flush, RejectCode, StepPlan, WorkClass
 from scheduler.core import Scheduler
 from scheduler.running import Running
-from tests.scheduler_fakes import Ring, make_admit, make_facts, make_options, rid_of
+from tests.builders import make_facts, make_scheduler_options
+from tests.scheduler_fakes import Ring, make_admit, rid_of
 
 PAGE, WINDOW = 4, 13  # an id at the beginning of a page sees three pages before it
 REACH = 3
@@ -14,7 +15,7 @@ REACH = 3
 
 def make_ring(window_pages: int, *, num_pages: int = 0, window: int = WINDOW, **options: object) -> Ring:
     facts = make_facts(num_pages=num_pages, window=window, window_pages=window_pages, max_model_len=400)
-    return Ring(make_options(**{"max_num_batched_tokens": 32, **options}), facts)
+    return Ring(make_scheduler_options(**{"max_num_batched_tokens": 32, **options}), facts)
 
 
 def ids(count: int, seed: int = 0) -> list[int]:

@@ -35,7 +35,8 @@ from server.status import (
     UnavailableError,
 )
 from server.validate import Ask, check_generate
-from tests.server_ring import TOKENIZER, WORKER, i32, make_delta, make_options
+from tests.builders import i32
+from tests.server_ring import TOKENIZER, WORKER, make_delta, make_options
 
 FACTS = ModelFacts(worker=WORKER, tokenizer=TOKENIZER)
 

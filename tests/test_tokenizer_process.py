@@ -16,9 +16,9 @@ from proto.messages import (
     RejectCode,
     TokenizeReply,
     TokenizerFacts,
-    WorkerFacts,
 )
 from proto.model import ModelManifest
+from tests.builders import make_facts
 from tests.text_requests import WORKER, make_call, make_submit
 from tests.text_stage import TextStage
 from tests.tiny_tokenizers import SAMPLES, byte_level, large_byte_level, manifest
@@ -73,7 +73,7 @@ def test_a_long_text_keeps_nobody_waiting(tmp_path: Path) -> None:
     text = SAMPLES["english"] * 20_000
     with start(model) as stage:
         stage.ready()
-        stage.tell_of_worker(WorkerFacts(1, 16, 1 << 22, 1, 1, 601, "cpu", "float32", 1))
+        stage.tell_of_worker(make_facts(max_model_len=1 << 22, vocab_size=601))
         before = stage.rss_mb()
         begin = time.monotonic()
         stage.outbox.send(make_submit(text, rid=1))

@@ -22,7 +22,8 @@ from proto.messages import (
     TokenizeReply,
     WorkerFacts,
 )
-from tests.text_requests import WORKER, i32, ids_of, make_call, make_submit
+from tests.builders import i32, ids_of, make_facts
+from tests.text_requests import WORKER, make_call, make_submit
 from tests.tiny_tokenizers import SAMPLES, SPECIALS, byte_level, manifest, sentence_piece
 from tokenizer_proc.encoding import TokenizerError
 from tokenizer_proc.requests import Job, RequestTokenizer
@@ -81,7 +82,7 @@ def test_a_text_is_admitted_with_all_that_was_asked(llama: Kind) -> None:
         max_new_tokens=5,
         min_new_tokens=2,
         stop_strings=("a", "b"),
-        stop_token_ids=i32([7, 9]),
+        stop_token_ids=i32(7, 9),
         include_stop=True,
         skip_special_tokens=False,
         logprobs=3,
@@ -98,7 +99,7 @@ def test_a_text_is_admitted_with_all_that_was_asked(llama: Kind) -> None:
     assert (admit.priority, admit.cache_salt, admit.deadline, admit.arrival) == (4, "x", 99, 123)
     assert admit.sampling == submit.params.sampling
     assert decode_as(admit.opening, Opening) == Opening(
-        RID, 2, len(ids), i32(ids[-16:]), ("a", "b"), True, 2, False, 3, None
+        RID, 2, len(ids), i32(*ids[-16:]), ("a", "b"), True, 2, False, 3, None
     )
 
 
@@ -110,12 +111,12 @@ def test_a_long_prompt_shows_its_end_to_the_detokenizer(gpt: Kind) -> None:
 
 
 def test_ignore_eos_leaves_the_callers_stops(llama: Kind) -> None:
-    admit = llama.admit(make_submit("a", ignore_eos=True, stop_token_ids=i32([7])))
+    admit = llama.admit(make_submit("a", ignore_eos=True, stop_token_ids=i32(7)))
     assert (ids_of(admit.stop_ids), admit.num_eos) == ([7], 0)
 
 
 def test_a_resume_is_output_not_prompt(gpt: Kind) -> None:
-    resume = Resume(i32([20, 21]), 5)
+    resume = Resume(i32(20, 21), 5)
     admit = gpt.admit(make_submit([10, 11], attempt=1, resume=resume, max_new_tokens=60))
     assert (ids_of(admit.prompt_ids), ids_of(admit.output_ids)) == ([10, 11], [20, 21])
     assert admit.max_new_tokens == 60, "the output that is there counts in it"
@@ -159,7 +160,7 @@ def test_lengths_that_do_not_fit_are_named(
 
 
 def test_the_limit_is_the_workers_and_the_field_the_callers(gpt: Kind) -> None:
-    small = WorkerFacts(1, 16, 4, 1, 4, 601, "cpu", "float32", 1)
+    small = make_facts(max_model_len=4, vocab_size=601)
     assert gpt.reject(make_submit("The quick brown fox"), small).field == "prompt.text"
     assert gpt.reject(make_submit([ChatMessage("user", "x")]), small).field == "prompt.chat"
     assert gpt.admit(make_submit([1, 2, 3]), small).max_new_tokens == 1
@@ -173,8 +174,8 @@ def test_the_limit_is_the_workers_and_the_field_the_callers(gpt: Kind) -> None:
         ([5, -1], {}, "prompt.token_ids", "[1] is token -1; the model has 0 to 600"),
         ([601], {}, "prompt.token_ids", "[0] is token 601; the model has 0 to 600"),
         ([2**31 - 1], {}, "prompt.token_ids", "2147483647"),
-        ("a", {"stop_token_ids": i32([3, 601])}, "stopping.stop_token_ids", "[1] is token 601"),
-        ("a", {"stop_token_ids": i32([-1])}, "stopping.stop_token_ids", "[0] is token -1"),
+        ("a", {"stop_token_ids": i32(3, 601)}, "stopping.stop_token_ids", "[1] is token 601"),
+        ("a", {"stop_token_ids": i32(-1)}, "stopping.stop_token_ids", "[0] is token -1"),
         ("a", {"min_new_tokens": 3, "max_new_tokens": 2}, "stopping.min_new_tokens", "is 3; the limit is 2"),
         ([5] * 60, {"min_new_tokens": 5}, "stopping.min_new_tokens", "is 5; the limit is 4"),
     ],
@@ -202,7 +203,7 @@ def test_tokenize_calls(gpt: Kind, llama: Kind, sample: str) -> None:
         for special in (True, False):
             expected = kind.library.encode(sample, add_special_tokens=special)
             (reply,) = kind.send(make_call(sample, RID, special), worker=None)
-            assert reply == TokenizeReply(RID, i32(expected.ids), tuple(expected.tokens))
+            assert reply == TokenizeReply(RID, i32(*expected.ids), tuple(expected.tokens))
     (reply,) = gpt.send(make_call(""))
     assert reply == TokenizeReply(1, b"", ())
 

@@ -5,12 +5,10 @@ from collections import deque
 import numpy as np
 import pytest
 
-from proto.config import SchedulerOptions
 from proto.messages import Admit, StepResult
 from scheduler.core import Scheduler
-from tests.test_worker_runner import make_options
+from tests.builders import GREEDY, make_scheduler_options, make_worker_options
 from tests.test_worker_simulated import LLAMA_8B
-from tests.test_worker_tables import GREEDY
 from worker.device import Completion
 from worker.loop import facts_of
 from worker.sim.device import SimulatedDevice
@@ -29,18 +27,12 @@ class Clock:
 def play(depth: int) -> SimulatedDevice:
     """All rows from prompt to end, the host taking its time before every launch."""
     clock = Clock()
-    options = make_options(LLAMA_8B, device="sim:h200", page_size=16, max_num_seqs=ROWS, max_num_batched_tokens=2048)
+    options = make_worker_options(
+        LLAMA_8B, device="sim:h200", page_size=16, max_num_seqs=ROWS, max_num_batched_tokens=2048
+    )
     device = SimulatedDevice(options, clock_ns=lambda: clock.now)
     scheduler = Scheduler(
-        SchedulerOptions(
-            pipeline_depth=depth,
-            prefix_caching=True,
-            chunked_prefill=True,
-            max_num_batched_tokens=2048,
-            max_num_seqs=ROWS,
-            max_queue=1000,
-            debug_preempt_every=0,
-        ),
+        make_scheduler_options(pipeline_depth=depth, max_num_batched_tokens=2048, max_num_seqs=ROWS),
         facts_of(device, options),
         epoch=1,
     )

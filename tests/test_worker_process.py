@@ -12,12 +12,11 @@ import msgspec
 import pytest
 
 from proto.channel import Context, Inbox, Outbox
-from proto.config import StageConfig, WorkerOptions
+from proto.config import WorkerOptions
 from proto.ids import Address, StageKind
 from proto.messages import Desync, Heartbeat, Message, Ready, Reset, StepResult, Stop, WorkerFacts
+from tests.builders import i32, make_plan, make_row, make_stage_config, make_worker_options
 from tests.metrics_check import assert_complete
-from tests.test_worker_runner import make_options
-from tests.test_worker_tables import i32, make_admit, make_plan
 
 pytestmark = pytest.mark.slow
 
@@ -33,16 +32,7 @@ class Surroundings:
         self.supervisor = Inbox(self.context, str(run_dir), Address(StageKind.SUPERVISOR, 0), 1)
         self.scheduler = Inbox(self.context, str(run_dir), Address(StageKind.SCHEDULER, 0), 1)
         self.worker = Outbox(self.context, str(run_dir), Address(StageKind.SCHEDULER, 0), 1, WORKER)
-        config = StageConfig(
-            kind=StageKind.WORKER,
-            index=0,
-            incarnation=1,
-            supervisor_incarnation=1,
-            run_dir=str(run_dir),
-            death_fd=-1,
-            log_level="info",
-            options=msgspec.Raw(msgspec.json.encode(options)),
-        )
+        config = make_stage_config(StageKind.WORKER, str(run_dir), options)
         document = run_dir / "worker-0-0.json"
         document.write_bytes(msgspec.json.encode(config))
         self.process = subprocess.Popen(
@@ -96,7 +86,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def simulated(run_dir: Path) -> Iterator[Surroundings]:
     """A worker of 4 ms steps."""
-    surroundings = Surroundings(run_dir, make_options(device="sim:h200,launch=4e-3", num_pages=64))
+    surroundings = Surroundings(run_dir, make_worker_options(device="sim:h200,launch=4e-3", num_pages=64))
     yield surroundings
     surroundings.close()
 
@@ -112,7 +102,7 @@ def test_simulated_worker_answers_at_the_pace_of_its_device(simulated: Surroundi
     assert "torch" not in Path(f"/proc/{simulated.process.pid}/maps").read_text()
     simulated.worker.send(Reset(epoch=1))
     begin = time.monotonic()
-    simulated.worker.send(make_plan(admits=(make_admit(0, [1], list(range(10))),), chunks=i32(0, 1, 1)))
+    simulated.worker.send(make_plan(admits=(make_row(0, [1], list(range(10))),), chunks=i32(0, 1, 1)))
     for step in range(2, 32):
         simulated.worker.send(make_plan(step=step, decode_slots=i32(0) if step == 2 else None))
         result = simulated.result()
@@ -162,7 +152,7 @@ def test_a_contradictory_plan_ends_the_process_with_its_reason(simulated: Surrou
     ],
 )
 def test_a_device_that_cannot_be_ends_the_start_in_one_line(run_dir: Path, device: str, words: str) -> None:
-    surroundings = Surroundings(run_dir, make_options(device=device))
+    surroundings = Surroundings(run_dir, make_worker_options(device=device))
     try:
         _, errors = surroundings.process.communicate(timeout=10)
         assert surroundings.process.returncode == 2
@@ -174,7 +164,7 @@ def test_a_device_that_cannot_be_ends_the_start_in_one_line(run_dir: Path, devic
 
 def test_weights_that_cannot_be_read_end_the_start_and_are_named(run_dir: Path) -> None:
     """K61, at the worker's end: the model's own tests cover every kind of damage."""
-    options = make_options()
+    options = make_worker_options()
     weights = run_dir / "model.safetensors"
     weights.write_bytes(b"\xff" * 100)
     manifest = msgspec.structs.replace(

@@ -3,49 +3,13 @@
 import pytest
 import torch
 
-from proto.config import WorkerOptions
 from proto.messages import Desync, Reset, RowStatus, StepPlan, StepResult, column
-from proto.model import ModelConfig, ModelManifest
-from tests.test_worker_tables import i32, make_admit, make_plan
+from tests.builders import i32, make_plan, make_row, make_worker_options
 from worker.cpu.device import Runner
 from worker.loop import facts_of
 from worker.steps.batch import StepBatch
 
 VOCAB = 50
-MODEL = ModelConfig(
-    family="llama",
-    vocab_size=VOCAB,
-    hidden_size=8,
-    intermediate_size=16,
-    num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=8,
-    norm_eps=1e-5,
-    max_position_embeddings=40,
-)
-
-
-def make_options(model: ModelConfig = MODEL, **changes: object) -> WorkerOptions:
-    manifest = ModelManifest(
-        name="tiny", source="", weight_format="none", weight_files=(), config=model, tokenizer_json="", eos_ids=(2,)
-    )
-    fields: dict[str, object] = {
-        "manifest": manifest,
-        "device": "cpu",
-        "dtype": "auto",
-        "load_format": "auto",
-        "seed": 0,
-        "page_size": 4,
-        "num_pages": None,
-        "kv_bytes": None,
-        "gpu_memory_utilization": 0.9,
-        "max_model_len": None,
-        "max_num_seqs": 6,
-        "max_num_batched_tokens": 64,
-        "threads": None,
-    }
-    return WorkerOptions(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 class SumForward:
@@ -77,7 +41,7 @@ class SumForward:
 
 def make_runner() -> tuple[Runner, SumForward]:
     forward = SumForward()
-    runner = Runner(forward, make_options())
+    runner = Runner(forward, make_worker_options())
     runner.reset(1)
     return runner, forward
 
@@ -89,7 +53,7 @@ def ids_of(answer: StepResult | Desync | None) -> list[int]:
 
 def test_sampled_ids_are_the_input_of_the_next_step() -> None:
     runner, forward = make_runner()
-    start = make_plan(admits=(make_admit(4, [10, 11], [0]), make_admit(1, [20], [1])), chunks=i32(4, 2, 1, 1, 1, 1))
+    start = make_plan(admits=(make_row(4, [10, 11], [0]), make_row(1, [20], [1])), chunks=i32(4, 2, 1, 1, 1, 1))
     assert ids_of(runner.step(start)) == [12, 20]
     assert ids_of(runner.step(make_plan(step=2, decode_slots=i32(1, 4)))) == [21, 14]
     assert ids_of(runner.step(make_plan(step=3))) == [23, 17]
@@ -98,15 +62,15 @@ def test_sampled_ids_are_the_input_of_the_next_step() -> None:
 
 def test_a_slot_that_is_used_again_starts_from_its_own_ids() -> None:
     runner, forward = make_runner()
-    runner.step(make_plan(admits=(make_admit(0, [10], [0]),), chunks=i32(0, 1, 1)))
-    runner.step(make_plan(step=2, released=i32(0), admits=(make_admit(0, [30, 31], [0]),), chunks=i32(0, 2, 1)))
+    runner.step(make_plan(admits=(make_row(0, [10], [0]),), chunks=i32(0, 1, 1)))
+    runner.step(make_plan(step=2, released=i32(0), admits=(make_row(0, [30, 31], [0]),), chunks=i32(0, 2, 1)))
     assert ids_of(runner.step(make_plan(step=3, decode_slots=i32(0)))) == [34]
     assert forward.fed == [[10], [30, 31], [32]]
 
 
 def test_steps_without_samples_or_without_rows_give_a_result_too() -> None:
     runner, forward = make_runner()
-    result = runner.step(make_plan(admits=(make_admit(0, [1, 2, 3], [0]),), chunks=i32(0, 2, 0)))
+    result = runner.step(make_plan(admits=(make_row(0, [1, 2, 3], [0]),), chunks=i32(0, 2, 0)))
     assert ids_of(result) == []
     assert ids_of(runner.step(make_plan(step=2, released=i32(0)))) == []
     assert len(forward.fed) == 1
@@ -114,7 +78,7 @@ def test_steps_without_samples_or_without_rows_give_a_result_too() -> None:
 
 def test_a_break_in_the_numbers_is_told_once_and_refused_until_reset() -> None:
     runner, forward = make_runner()
-    admit = make_plan(admits=(make_admit(0, [1], [0]),), chunks=i32(0, 1, 1))
+    admit = make_plan(admits=(make_row(0, [1], [0]),), chunks=i32(0, 1, 1))
     runner.step(admit)
     lost = make_plan(step=3, decode_slots=i32(0))  # previous is 2, which never came
     assert runner.step(lost) == Desync(epoch=1, step=3, expected_epoch=1, expected_previous=1)
@@ -128,15 +92,15 @@ def test_a_break_in_the_numbers_is_told_once_and_refused_until_reset() -> None:
 
 
 def test_a_worker_that_was_never_reset_asks_for_it() -> None:
-    runner = Runner(SumForward(), make_options())
-    plan = make_plan(admits=(make_admit(0, [1], [0]),), chunks=i32(0, 1, 1))
+    runner = Runner(SumForward(), make_worker_options())
+    plan = make_plan(admits=(make_row(0, [1], [0]),), chunks=i32(0, 1, 1))
     assert isinstance(runner.step(plan), Desync)
 
 
 def test_a_poisoned_row_is_named_and_its_neighbour_unharmed() -> None:
     runner, forward = make_runner()
     forward.poisoned = {2}
-    start = make_plan(admits=(make_admit(0, [10, 11, 12], [0]), make_admit(1, [20], [1])), chunks=i32(0, 3, 1, 1, 1, 1))
+    start = make_plan(admits=(make_row(0, [10, 11, 12], [0]), make_row(1, [20], [1])), chunks=i32(0, 3, 1, 1, 1, 1))
     result = runner.step(start)
     assert ids_of(result) == [0, 20]
     assert isinstance(result, StepResult)
@@ -153,17 +117,17 @@ def test_the_tap_sees_every_batch_with_its_logits() -> None:
     runner, _ = make_runner()
     seen: list[tuple[list[int], tuple[int, ...]]] = []
     runner.on_logits = lambda batch, logits: seen.append((batch.positions.tolist(), tuple(logits.shape)))
-    runner.step(make_plan(admits=(make_admit(0, [1, 2], [0]),), chunks=i32(0, 2, 1)))
+    runner.step(make_plan(admits=(make_row(0, [1, 2], [0]),), chunks=i32(0, 2, 1)))
     runner.step(make_plan(step=2, decode_slots=i32(0)))
     assert seen == [([0, 1], (1, VOCAB)), ([2], (1, VOCAB))]
 
 
 def test_time_without_requests_is_not_idle_time() -> None:
     runner, _ = make_runner()
-    runner.step(make_plan(admits=(make_admit(0, [1], [0]),), chunks=i32(0, 1, 1)))
+    runner.step(make_plan(admits=(make_row(0, [1], [0]),), chunks=i32(0, 1, 1)))
     waited = runner.step(make_plan(step=2, decode_slots=i32(0)))
     ended = runner.step(make_plan(step=3, released=i32(0), decode_slots=b""))
-    again = runner.step(make_plan(step=4, admits=(make_admit(0, [1], [0]),), chunks=i32(0, 1, 1)))
+    again = runner.step(make_plan(step=4, admits=(make_row(0, [1], [0]),), chunks=i32(0, 1, 1)))
     for result, idle in ((waited, True), (ended, False), (again, False)):
         assert isinstance(result, StepResult)
         assert (result.idle_ns > 0) is idle
@@ -179,7 +143,7 @@ def test_facts_give_the_smallest_limit(flag: int | None, pages: int, expected: i
     """K18: flag, model (40) or pool (4 tokens a page)."""
     forward = SumForward()
     forward.num_pages = pages
-    options = make_options(max_model_len=flag)
+    options = make_worker_options(max_model_len=flag)
     facts = facts_of(Runner(forward, options), options)
     assert facts.max_model_len == expected
     assert facts.num_pages == pages
@@ -190,8 +154,8 @@ def test_greedy_rows_beside_a_row_with_foreign_stop_ids_keep_their_tokens() -> N
     """K23."""
     alone, _ = make_runner()
     beside, _ = make_runner()
-    mine = make_admit(0, [5, 6], [0])
-    foreign = make_admit(1, [7], [1], min_len=9, stops=(-1, VOCAB, VOCAB + 10**6, 2**31 - 1))
+    mine = make_row(0, [5, 6], [0])
+    foreign = make_row(1, [7], [1], min_len=9, stops=(-1, VOCAB, VOCAB + 10**6, 2**31 - 1))
     plans: list[StepPlan] = [
         make_plan(admits=(mine,), chunks=i32(0, 2, 1)),
         make_plan(admits=(mine, foreign), chunks=i32(0, 2, 1, 1, 1, 1)),

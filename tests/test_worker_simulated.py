@@ -10,8 +10,7 @@ import pytest
 from proto.channel import decode_as
 from proto.messages import Desync, StepResult, TokenLogprobs, column
 from proto.model import ModelConfig
-from tests.test_worker_runner import MODEL, make_options
-from tests.test_worker_tables import i32, make_admit, make_plan
+from tests.builders import i32, make_model, make_plan, make_row, make_worker_options
 from worker.device import Completion, DeviceError
 from worker.loop import facts_of
 from worker.output import sleep_until
@@ -136,13 +135,13 @@ def test_a_device_that_cannot_be_is_named(device: str, text: str) -> None:
 
 
 def test_the_pool_is_what_the_weights_leave() -> None:
-    device = SimulatedDevice(make_options(LLAMA_8B, device="sim:h200", page_size=16))
+    device = SimulatedDevice(make_worker_options(LLAMA_8B, device="sim:h200", page_size=16))
     assert device.num_pages == (int(141e9 * 0.9) - 2 * 8_030_261_248) // (16 * KV_BYTES)
     assert device.max_model_len == 131072
-    small = SimulatedDevice(make_options(LLAMA_8B, device="sim:h200", page_size=16, num_pages=10))
+    small = SimulatedDevice(make_worker_options(LLAMA_8B, device="sim:h200", page_size=16, num_pages=10))
     assert small.max_model_len == 160
     with pytest.raises(DeviceError, match="leave no page"):
-        SimulatedDevice(make_options(LLAMA_8B, device="sim:custom,bandwidth=1e12,flops=1e14,memory=16e9"))
+        SimulatedDevice(make_worker_options(LLAMA_8B, device="sim:custom,bandwidth=1e12,flops=1e14,memory=16e9"))
 
 
 # --------------------------------------------------------------------------- the clock
@@ -153,26 +152,26 @@ class Bench:
 
     def __init__(self, device: str = "sim:h200,launch=1e-3") -> None:
         self.now = 10_000_000
-        self.device = SimulatedDevice(make_options(device=device), clock_ns=lambda: self.now)
+        self.device = SimulatedDevice(make_worker_options(device=device), clock_ns=lambda: self.now)
         self.device.reset(1)
         self.step = 0
 
     def launch(self, **fields: object) -> Completion:
         self.step += 1
-        completion = self.device.launch(make_plan(step=self.step, **fields))  # type: ignore[arg-type]
+        completion = self.device.launch(make_plan(step=self.step, **fields))
         assert completion is not None
         return completion
 
     def start(self) -> Completion:
-        return self.launch(admits=(make_admit(0, [1], list(range(8))),), chunks=i32(0, 1, 1))
+        return self.launch(admits=(make_row(0, [1], list(range(8))),), chunks=i32(0, 1, 1))
 
 
 def test_a_length_that_the_pool_cannot_hold_is_cut_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    options = make_options(LLAMA_8B, device="sim:h200", page_size=16, num_pages=10, max_model_len=1000)
+    options = make_worker_options(LLAMA_8B, device="sim:h200", page_size=16, num_pages=10, max_model_len=1000)
     assert facts_of(SimulatedDevice(options), options).max_model_len == 160
     assert "--max-model-len 1000 is cut to 160" in caplog.text
     caplog.clear()
-    options = make_options(LLAMA_8B, device="sim:h200", page_size=16, num_pages=10, max_model_len=160)
+    options = make_worker_options(LLAMA_8B, device="sim:h200", page_size=16, num_pages=10, max_model_len=160)
     assert facts_of(SimulatedDevice(options), options).max_model_len == 160
     assert not caplog.text
 
@@ -205,7 +204,7 @@ def test_a_quiet_hour_does_not_count_as_idle() -> None:
     bench = Bench()
     bench.start()
     bench.now += 3_600_000_000_000
-    bench.launch(released=i32(0), admits=(make_admit(0, [1], [0]),), chunks=i32(0, 1, 1))
+    bench.launch(released=i32(0), admits=(make_row(0, [1], [0]),), chunks=i32(0, 1, 1))
     assert bench.device.clock.counters()["device_busy_share"] == 1.0
 
 
@@ -222,7 +221,7 @@ def generate(bench: Bench, seeds: list[int], prompt: int, count: int, temperatur
     """`count` tokens for each seed, all in one batch."""
     admits = []
     for slot, seed in enumerate(seeds):
-        row = make_admit(slot, [1] * prompt, [slot * 8 + i for i in range(8)])
+        row = make_row(slot, [1] * prompt, [slot * 8 + i for i in range(8)])
         sampling = msgspec.structs.replace(row.sampling, seed=seed, temperature=temperature)
         admits.append(msgspec.structs.replace(row, sampling=sampling))
     chunks = i32(*(value for slot in range(len(seeds)) for value in (slot, prompt, 1)))
@@ -243,14 +242,14 @@ def test_ids_follow_from_seed_and_position_and_are_never_an_eos() -> None:
     drawn = {i for row in together for i in row}
     assert 2 not in drawn
     assert len(drawn) > 25
-    assert max(drawn) < MODEL.vocab_size
+    assert max(drawn) < make_model().vocab_size
 
 
 def test_logprobs_are_those_of_equal_words_for_rows_that_want_them() -> None:
     bench = Bench()
     rows = []
     for slot, logprobs in enumerate((-1, 0, 3)):
-        row = make_admit(slot, [1], [slot])
+        row = make_row(slot, [1], [slot])
         rows.append(msgspec.structs.replace(row, sampling=msgspec.structs.replace(row.sampling, logprobs=logprobs)))
     result = bench.launch(admits=tuple(rows), chunks=i32(0, 1, 1, 1, 1, 1, 2, 1, 1)).message
     assert isinstance(result, StepResult)
@@ -262,7 +261,7 @@ def test_logprobs_are_those_of_equal_words_for_rows_that_want_them() -> None:
     top = column(three.top_ids[0]).tolist()
     assert top[0] == column(result.ids)[2]
     assert len({*top}) == 3
-    assert max(top) < MODEL.vocab_size
+    assert max(top) < make_model().vocab_size
 
 
 def test_an_eos_comes_as_often_as_asked() -> None:

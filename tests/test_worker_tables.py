@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proto.messages import AdmitRow, Sampling, StepPlan, column
+from proto.messages import AdmitRow, StepPlan, column
+from tests.builders import i32, make_plan, make_row
 from worker.steps.batch import StepBatch
 from worker.steps.sequence import PlanError
 from worker.steps.tables import SlotTables
@@ -19,55 +20,10 @@ SLOTS = 6
 POOL = 64
 MAX_LEN = 40
 VOCAB = 50
-GREEDY = Sampling(temperature=0)
-
-
-def i32(*values: int) -> bytes:
-    return np.array(values, np.int32).tobytes()
 
 
 def make_tables() -> SlotTables:
     return SlotTables(max_slots=SLOTS, num_pages=POOL, page_size=PAGE, max_model_len=MAX_LEN, vocab_size=VOCAB)
-
-
-def make_plan(
-    *,
-    step: int = 1,
-    released: bytes = b"",
-    admits: tuple[AdmitRow, ...] = (),
-    append_slots: bytes = b"",
-    append_pages: bytes = b"",
-    append_groups: bytes = b"",
-    decode_slots: bytes | None = None,
-    chunks: bytes = b"",
-) -> StepPlan:
-    return StepPlan(
-        epoch=1,
-        step=step,
-        previous=step - 1,
-        released=released,
-        admits=admits,
-        append_slots=append_slots,
-        append_pages=append_pages,
-        append_groups=append_groups,
-        decode_slots=decode_slots,
-        chunks=chunks,
-    )
-
-
-def make_admit(
-    slot: int, ids: list[int], pages: list[int], start: int = 0, min_len: int = 0, stops: tuple[int, ...] = ()
-) -> AdmitRow:
-    return AdmitRow(
-        slot=slot,
-        ids=i32(*ids),
-        start=start,
-        prompt_len=len(ids),
-        pages=i32(*pages),
-        sampling=GREEDY,
-        min_len=min_len,
-        stop_ids=i32(*stops),
-    )
 
 
 @dataclass
@@ -136,7 +92,7 @@ class Naive:
                 pages = self._draw_pages(start // PAGE + self.rng.randint(0, 1), [])
                 min_len = len(ids) + self.rng.randint(0, 3)
                 self.rows[slot] = Row(ids, start, pages, min_len=min_len)
-                admits.append(make_admit(slot, ids, pages, start, min_len))
+                admits.append(make_row(slot, ids, pages, start, min_len))
         return tuple(admits)
 
     def _draw_pages(self, count: int, used: list[int]) -> list[int]:
@@ -233,7 +189,7 @@ def test_a_device_can_keep_page_tables_of_its_own(seed: int, steps: int) -> None
 
 def test_the_version_of_lists_changes_only_where_a_row_enters_a_page() -> None:
     tables = make_tables()
-    tables.apply(make_plan(admits=(make_admit(2, [1, 2], [7]),), chunks=i32(2, 2, 1)))
+    tables.apply(make_plan(admits=(make_row(2, [1, 2], [7]),), chunks=i32(2, 2, 1)))
     versions = [tables.apply(make_plan(step=2, decode_slots=i32(2))).list_version]
     versions.append(tables.apply(make_plan(step=3)).list_version)
     versions.append(tables.apply(make_plan(step=4, append_slots=i32(2), append_pages=i32(9))).list_version)
@@ -300,7 +256,7 @@ def test_what_does_not_fit_the_window_is_refused() -> None:
     tables = SlotTables(
         max_slots=SLOTS, num_pages=0, page_size=PAGE, max_model_len=MAX_LEN, vocab_size=VOCAB, window=6, window_pages=9
     )
-    row = make_admit(0, [1] * 20, [], start=12)
+    row = make_row(0, [1] * 20, [], start=12)
     for pages, start, text in [
         (i32(1), 12, "12 ids cached, 1 pages of them in a window of 6"),
         (i32(1, 2, 3), 12, "12 ids cached, 3 pages"),
@@ -322,9 +278,7 @@ def test_what_does_not_fit_the_window_is_refused() -> None:
 def test_steady_decode_crosses_pages_without_a_new_row_order() -> None:
     """The same rows for 20 steps: the batch that is carried on equals one that is built anew."""
     carried, anew = make_tables(), make_tables()
-    start = make_plan(
-        admits=(make_admit(0, [1, 2, 3], [5]), make_admit(3, [1] * 6, [7, 8])), chunks=i32(0, 3, 1, 3, 6, 1)
-    )
+    start = make_plan(admits=(make_row(0, [1, 2, 3], [5]), make_row(3, [1] * 6, [7, 8])), chunks=i32(0, 3, 1, 3, 6, 1))
     carried.apply(start)
     anew.apply(start)
     lengths, pages, fresh = {0: 3, 3: 6}, {0: 1, 3: 2}, 10
@@ -349,16 +303,14 @@ def test_steady_decode_crosses_pages_without_a_new_row_order() -> None:
 
 def test_a_released_slot_and_page_serve_again_in_the_same_plan() -> None:
     tables = make_tables()
-    tables.apply(make_plan(admits=(make_admit(2, [1, 2], [9]),), chunks=i32(2, 2, 1)))
-    batch = tables.apply(
-        make_plan(step=2, released=i32(2), admits=(make_admit(2, [4, 5, 6], [9]),), chunks=i32(2, 3, 1))
-    )
+    tables.apply(make_plan(admits=(make_row(2, [1, 2], [9]),), chunks=i32(2, 2, 1)))
+    batch = tables.apply(make_plan(step=2, released=i32(2), admits=(make_row(2, [4, 5, 6], [9]),), chunks=i32(2, 3, 1)))
     assert batch.token_ids.tolist() == [4, 5, 6]
     assert batch.positions.tolist() == [0, 1, 2]
     assert batch.kv_indices.tolist() == [9]
 
 
-READY = make_plan(admits=(make_admit(0, [1, 2], [3]), make_admit(1, [1] * 6, [4, 5])), chunks=i32(0, 2, 1, 1, 4, 0))
+READY = make_plan(admits=(make_row(0, [1, 2], [3]), make_row(1, [1] * 6, [4, 5])), chunks=i32(0, 2, 1, 1, 4, 0))
 
 
 @pytest.mark.parametrize(
@@ -366,12 +318,12 @@ READY = make_plan(admits=(make_admit(0, [1, 2], [3]), make_admit(1, [1] * 6, [4,
     [
         (make_plan(step=2, released=i32(4)), "plan 2 of epoch 1: releases slot 4, which holds no request"),
         (make_plan(step=2, released=i32(-1)), "releases slot -1"),
-        (make_plan(step=2, admits=(make_admit(0, [1], [6]),)), "admits to slot 0, which is in use"),
-        (make_plan(step=2, admits=(make_admit(SLOTS, [1], [6]),)), "admits to slot 6; slots are 0..5"),
-        (make_plan(step=2, admits=(make_admit(2, [1, VOCAB], [6]),)), "token id outside 0..49"),
-        (make_plan(step=2, admits=(make_admit(2, [1], [POOL]),)), "page 64 is outside the pool 0..63"),
-        (make_plan(step=2, admits=(make_admit(2, [1, 1], [6], start=2),)), "2 of 2 ids cached"),
-        (make_plan(step=2, admits=(make_admit(2, [1] * 6, [6], start=5),)), "5 ids cached in 1 pages"),
+        (make_plan(step=2, admits=(make_row(0, [1], [6]),)), "admits to slot 0, which is in use"),
+        (make_plan(step=2, admits=(make_row(SLOTS, [1], [6]),)), "admits to slot 6; slots are 0..5"),
+        (make_plan(step=2, admits=(make_row(2, [1, VOCAB], [6]),)), "token id outside 0..49"),
+        (make_plan(step=2, admits=(make_row(2, [1], [POOL]),)), "page 64 is outside the pool 0..63"),
+        (make_plan(step=2, admits=(make_row(2, [1, 1], [6], start=2),)), "2 of 2 ids cached"),
+        (make_plan(step=2, admits=(make_row(2, [1] * 6, [6], start=5),)), "5 ids cached in 1 pages"),
         (make_plan(step=2, append_slots=i32(2), append_pages=i32(6)), "appends a page to slot 2"),
         (make_plan(step=2, append_slots=i32(0), append_pages=i32(6, 7)), "appends 2 pages to 1 slots"),
         (make_plan(step=2, append_slots=i32(0), append_pages=i32(-2)), "page -2 is outside"),
@@ -423,7 +375,7 @@ def test_stop_ids_outside_the_vocabulary_are_not_masked() -> None:
     """K23: as an index, -1 would mean the last id."""
     tables = make_tables()
     stops = (-1, VOCAB, VOCAB + 10**6, 2**31 - 1, 7)
-    batch = tables.apply(make_plan(admits=(make_admit(0, [1], [1], min_len=3, stops=stops),), chunks=i32(0, 1, 1)))
+    batch = tables.apply(make_plan(admits=(make_row(0, [1], [1], min_len=3, stops=stops),), chunks=i32(0, 1, 1)))
     [(row, ids)] = tables.sampling_rows(batch).masked
     assert (row, ids.tolist()) == (0, [7])
 

@@ -2,29 +2,10 @@
 
 from typing import Any
 
-import numpy as np
+from proto.messages import ChatMessage, RequestParams, Sampling, Submit, TokenizeCall
+from tests.builders import i32, make_facts
 
-from proto.messages import ChatMessage, RequestParams, Sampling, Submit, TokenizeCall, WorkerFacts
-
-WORKER = WorkerFacts(
-    num_pages=4,
-    page_size=16,
-    max_model_len=64,
-    max_num_seqs=4,
-    max_num_batched_tokens=64,
-    vocab_size=601,
-    device="cpu",
-    dtype="float32",
-    kv_bytes_per_token=1,
-)
-
-
-def i32(values: list[int]) -> bytes:
-    return np.array(values, "<i4").tobytes()
-
-
-def ids_of(data: bytes) -> list[int]:
-    return [int(number) for number in np.frombuffer(data, "<i4")]
+WORKER = make_facts(num_pages=4, page_size=16, max_model_len=64, vocab_size=601)
 
 
 def make_params(**changes: Any) -> RequestParams:
@@ -40,7 +21,7 @@ def make_submit(prompt: str | list[int] | list[ChatMessage], rid: int = 1, **cha
         rid=rid,
         attempt=mine.get("attempt", 0),
         text=prompt if isinstance(prompt, str) else None,
-        token_ids=i32(prompt) if isinstance(prompt, list) and not chat else None,  # type: ignore[arg-type]
+        token_ids=i32(*prompt) if isinstance(prompt, list) and not chat else None,
         chat=tuple(prompt) if chat else None,  # type: ignore[arg-type]
         now=mine.get("now", 0.0),
         arrival=123,

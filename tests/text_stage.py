@@ -12,9 +12,10 @@ from pathlib import Path
 import msgspec
 
 from proto.channel import Context, Inbox, Outbox
-from proto.config import DetokenizerOptions, StageConfig, TokenizerOptions
+from proto.config import DetokenizerOptions, TokenizerOptions
 from proto.ids import Address, StageKind
-from proto.messages import Heartbeat, Message, Ready, StageInfo, StageState, Stop, WorkerFacts, World
+from proto.messages import Heartbeat, Message, Ready, Stop, WorkerFacts
+from tests.builders import make_stage, make_stage_config, make_world
 from tests.metrics_check import assert_complete
 
 ROOT = Path(__file__).parent.parent
@@ -34,16 +35,7 @@ class TextStage:
         self.scheduler = self._inbox(StageKind.SCHEDULER)
         sender, to = Address(StageKind.SERVER, 0), Address(kind, 0)
         self.outbox = Outbox(self._context, self._run_dir, sender, 1, to)
-        config = StageConfig(
-            kind=kind,
-            index=0,
-            incarnation=2,
-            supervisor_incarnation=1,
-            run_dir=self._run_dir,
-            death_fd=-1,
-            log_level="info",
-            options=msgspec.Raw(msgspec.json.encode(options)),
-        )
+        config = make_stage_config(kind, self._run_dir, options, incarnation=2)
         document = Path(self._run_dir, "config.json")
         document.write_bytes(msgspec.json.encode(config))
         self.started = time.monotonic()
@@ -111,8 +103,7 @@ class TextStage:
         return message.counters
 
     def tell_of_worker(self, facts: WorkerFacts) -> None:
-        info = StageInfo(Address(StageKind.WORKER, 0), 3, 1, StageState.READY, facts, 0, 0.0, 0, {})
-        self.outbox.send(World((info,), False, ""))
+        self.outbox.send(make_world(make_stage(StageKind.WORKER, incarnation=3, facts=facts)))
 
     def rss_mb(self) -> float:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
