@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 WeightFormat = Literal["safetensors", "gguf", "none"]
 
 
@@ -20,16 +20,18 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     type: RopeType = "default"
     theta: float = 10000.0
-    factor: float = 1.0  # linear, dynamic, llama3, yarn: context multiplier
-    original_max_position: int = 0  # dynamic, llama3, yarn: context the model was trained on
+    factor: float = 1.0  # all but default: context multiplier
+    original_max_position: int = 0  # dynamic, llama3, yarn, longrope: context the model was trained on
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn (Peng et al. 2023)
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn: None = derived from factor (and mscale)
+    attention_factor: float | None = None  # yarn, longrope: None = derived from factor (and mscale)
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+    short_factors: tuple[float, ...] = ()  # longrope (Ding et al. 2024): divisors of the rotary_dim / 2 frequencies
+    long_factors: tuple[float, ...] = ()  # longrope: the same, where sequences beyond original_max_position are served
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,6 +55,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     qk_norm: bool = False  # RMSNorm over head_dim of q and k before RoPE (Qwen3)
     windows: tuple[int, ...] = ()  # per layer: 0 = full attention, W = the last W positions; () = all full
     rope: RopeConfig = RopeConfig()
+    rotary_dim: int = 0  # the first dimensions of a head, which rotate (Phi-4-mini); 0 = all of them
     windowed_rope: RopeConfig | None = None  # of layers with a window, where it differs (Gemma 3)
     alibi: bool = False  # linear biases by distance (Press et al. 2022) in place of rotary positions (BLOOM)
     attention_scale: float = 0.0  # of attention scores; 0 = 1/√head_dim

@@ -44,6 +44,7 @@ AWAITED: dict[str, tuple[str, ...]] = {
     "replicas": ("num_schedulers",),
     "several outputs of a request, and speculative decoding": ("index", "indexes"),
     "partial answers at the deadline": ("TIME_LIMIT",),
+    "quantised checkpoints": ("bits", "companions", "group_size", "quantization"),
     "observability: how long a device waited for a plan": ("idle_ns",),
 }
 DECORATORS = ["@overload"]  # numba registers what it decorates

@@ -95,6 +95,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "bloom": {"num_heads": 6, "num_kv_heads": 6, "alibi": True, "hidden_act": "gelu_pytorch_tanh"},
+    "phi3": {"windows": (24, 24), "rotary_dim": 12},
 }
 
 

@@ -183,7 +183,7 @@ def test_bloom(tmp_path: Path, config: dict[str, Any]) -> None:
         (gemma2(layer_types=["full_attention"]), ["layer_types", "num_hidden_layers = 7"]),
         (gemma3(attn_logit_softcapping=50.0), ["attn_logit_softcapping"]),
         (gemma3(rope_parameters={"full_attention": [1]}), ["full_attention", "[1]"]),
-        (gemma3(rope_scaling={"rope_type": "longrope", "factor": 2.0}), ["rope_type", "longrope"]),
+        (gemma3(rope_scaling={"rope_type": "mrope", "factor": 2.0}), ["rope_type", "mrope"]),
         (mixtral(num_local_experts=2, num_experts_per_tok=3), ["num_experts_per_tok", "3", "num_local_experts 2"]),
         (mixtral(num_local_experts=0), ["num_local_experts", "0"]),
         (qwen3_moe(mlp_only_layers=["x"]), ["mlp_only_layers", "x"]),

@@ -14,6 +14,13 @@ from tests.test_law_forward import assert_law
 from tests.test_layers_models import TOLERANCE, reference_logits
 from tests.tiny_models import NEWER_FAMILIES, make_tiny
 
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 9.0],
+}
 CASES: list[dict[str, Any]] = [
     *({"family": family} for family in NEWER_FAMILIES),
     {"family": "gemma2", "tie": True, "num_key_value_heads": 1, "head_dim": 40, "attention_bias": True},
@@ -22,6 +29,7 @@ CASES: list[dict[str, Any]] = [
     {"family": "qwen3_moe", "norm_topk_prob": False, "decoder_sparse_step": 2, "attention_bias": True},
     {"family": "qwen3_moe", "mlp_only_layers": [0, 2], "use_sliding_window": True, "sliding_window": 20},
     {"family": "bloom", "tie": True, "n_head": 8},
+    {"family": "phi3", "tie": True, "sliding_window": None, "rope_parameters": LONGROPE},
 ]
 
 
@@ -56,6 +64,8 @@ def test_logits_equal_transformers(case: dict[str, Any], tmp_path: Path) -> None
         ("mixtral", {"renormalise_experts": False}),
         ("qwen3_moe", {"experts_per_token": 2}),
         ("bloom", {"alibi": False}),
+        ("phi3", {"rotary_dim": 0}),
+        ("phi3", {"windows": (41, 40, 40)}),
     ],
     ids=str,
 )
@@ -66,6 +76,35 @@ def test_the_tiny_models_show_each_peculiarity(family: str, changes: dict[str, A
     ids = prompt(60, 320, seed=4)
     logits = [Player(load(m), 1, 64).run({0: (ids, 0)}, every_token=True) for m in (manifest, without)]
     assert (logits[0] - logits[1]).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(("served", "length"), [(64, 64), (None, 150)])
+def test_longrope_on_each_side_of_the_trained_length(served: int | None, length: int, tmp_path: Path) -> None:
+    """The served length chooses the factors, whatever a call's length: chunks and decode steps agree with the whole.
+
+    transformers chooses by the call: a prompt within the trained 64 positions, and one beyond them.
+    """
+    directory = make_tiny(tmp_path, "phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64)
+    ids = prompt(length, 320, seed=5)
+    expected = reference_logits(directory, ids)
+    manifest = prepare(str(directory))
+    for device in ("cpu", "reference"):
+        player = Player(load(manifest, device=device, max_model_len=served), 1, 160)
+        for chunk in (length, 20):
+            torch.testing.assert_close(player.chunked(0, ids, chunk), expected, atol=TOLERANCE, rtol=0)
+        decoded = player.chunked(0, ids[-3:], 1, start=length - 3)
+        torch.testing.assert_close(decoded, expected[-3:], atol=TOLERANCE, rtol=0)
+    short, long = (Player(load(manifest, max_model_len=n), 1, 64).chunked(0, ids[:60], 60) for n in (64, 65))
+    assert (short - long).abs().max() > 100 * TOLERANCE
+
+
+def test_few_pages_leave_longrope_as_it_is(tmp_path: Path) -> None:
+    """What memory there happens to be must not choose the factors."""
+    directory = make_tiny(tmp_path, "phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64)
+    manifest, ids = prepare(str(directory)), prompt(30, 320, seed=5)
+    few, many = load(manifest, num_pages=3), load(manifest)
+    assert few.max_model_len < 64 < many.max_model_len
+    assert torch.equal(Player(few, 1, 32).run({0: (ids, 0)}), Player(many, 1, 32).run({0: (ids, 0)}))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

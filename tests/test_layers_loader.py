@@ -254,7 +254,7 @@ def test_unknown_family_and_odd_config_are_refused(tiny: Path) -> None:
     for changes, text in (
         ({"family": "mamba"}, "mamba"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope": RopeConfig(type="longrope")}, "longrope"),  # type: ignore[arg-type]
+        ({"rope": RopeConfig(type="mrope")}, "mrope"),  # type: ignore[arg-type]
     ):
         config: ModelConfig = msgspec.structs.replace(manifest.config, **changes)
         with pytest.raises(LoadError, match=text):

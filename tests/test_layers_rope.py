@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from proto.model import RopeConfig
-from worker.layers.rope import tables
+from worker.layers.rope import Rope, pair_across_halves, tables
 
 POSITIONS = [0, 1, 1000, 8000, 20000]
 HEAD_DIM = 64
@@ -63,9 +63,46 @@ def test_tables_do_not_depend_on_their_length() -> None:
         assert torch.equal(short, long[:77])
 
 
+FACTORS = {"short_factor": [1.0 + i / 50 for i in range(32)], "long_factor": [1.0 + i / 3 for i in range(32)]}
+
+
+@pytest.mark.parametrize("extra", [{}, {"factor": 16.0}, {"factor": 1.0}, {"attention_factor": 1.3}], ids=str)
+@pytest.mark.parametrize("longest", [4096, 4097])
+def test_longrope_equals_transformers_on_the_served_side_of_the_trained_length(
+    longest: int, extra: dict[str, float]
+) -> None:
+    """transformers looks at the longest position of a call, ours at the longest sequence that is served."""
+    positions = [0, 1, 1000, longest - 1]
+    expected_cos, expected_sin = _transformers(
+        "longrope", 10000.0, {**FACTORS, **extra, "original_max_position_embeddings": 4096}, 32768, positions
+    )
+    config = RopeConfig(
+        type="longrope",
+        factor=extra.get("factor", 8.0),
+        original_max_position=4096,
+        attention_factor=extra.get("attention_factor"),
+        short_factors=tuple(FACTORS["short_factor"]),
+        long_factors=tuple(FACTORS["long_factor"]),
+    )
+    cos, sin = tables(config, HEAD_DIM, longest)
+    torch.testing.assert_close(cos[positions], expected_cos, atol=3e-3, rtol=0)
+    torch.testing.assert_close(sin[positions], expected_sin, atol=3e-3, rtol=0)
+    assert ((cos[positions] - expected_cos).abs() < 1e-6).float().mean() > 0.95
+
+
+def test_a_head_of_which_a_part_rotates() -> None:
+    """Kernels rotate dimension i with i + d/2: in the new order, the pairs of the rotating part stand there."""
+    heads = torch.arange(10).expand(3, 10)
+    assert pair_across_halves(heads, 4)[1].tolist() == [0, 1, 4, 5, 6, 2, 3, 7, 8, 9]
+    rope = Rope(RopeConfig(), 10, 50, rotary_dim=4)
+    cos, sin = tables(RopeConfig(), 4, 50)
+    assert torch.equal(rope.cos, torch.cat([cos, torch.ones(50, 3)], dim=1))
+    assert torch.equal(rope.sin, torch.cat([sin, torch.zeros(50, 3)], dim=1))
+
+
 def test_unknown_type_is_refused() -> None:
-    with pytest.raises(ValueError, match="longrope"):
-        tables(RopeConfig(type="longrope"), 64, 10)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mrope"):
+        tables(RopeConfig(type="mrope"), 64, 10)  # type: ignore[arg-type]
 
 
 def _transformers(

@@ -130,6 +130,7 @@ DYNAMIC = {"factor": 2.0}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 256}
 YARN_FULL = {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 0.9, "truncate": False}
+LONGROPE = {"original_max_position_embeddings": 256, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 
 
 @pytest.mark.parametrize("spelling", ["type", "rope_type", "rope_parameters"])
@@ -157,6 +158,18 @@ YARN_FULL = {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale
                 truncate=False,
             ),
         ),
+        (
+            "longrope",
+            LONGROPE,
+            RopeConfig(
+                type="longrope",
+                theta=5e5,
+                factor=4.0,  # 1024 positions / 256
+                original_max_position=256,
+                short_factors=(1.0,) * 8,
+                long_factors=(2.0,) * 8,
+            ),
+        ),
     ],
 )
 def test_rope_in_every_spelling(
@@ -174,7 +187,7 @@ def test_rope_in_every_spelling(
     theirs = AutoConfig.from_pretrained(str(tmp_path)).rope_parameters
     assert theirs["rope_type"] == expected.type
     assert theirs["rope_theta"] == expected.theta
-    if kind in ("llama3", "yarn"):
+    if kind in ("llama3", "yarn", "longrope"):
         assert theirs["original_max_position_embeddings"] == expected.original_max_position
 
 
@@ -202,7 +215,10 @@ def test_theta_defaults_to_ten_thousand(tmp_path: Path) -> None:
         ({"rms_norm_eps": -1.0}, ["rms_norm_eps", "-1"]),
         ({"torch_dtype": "float8_e4m3fn"}, ["torch_dtype", "float8_e4m3fn"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config"]),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["rope_type", "longrope", "yarn"]),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, ["rope_type", "proportional", "yarn"]),
+        ({"rope_scaling": {"rope_type": "longrope"}}, ["original_max_position_embeddings", "missing"]),
+        ({"rope_scaling": {"rope_type": "longrope", **LONGROPE, "long_factor": [1.0]}}, ["long_factor", "8 numbers"]),
+        ({"rope_scaling": {"rope_type": "longrope", **LONGROPE, "short_factor": [0] * 8}}, ["short_factor[0]", "0"]),
         ({"rope_scaling": {"type": "su", "factor": 2.0}}, ["type", "su"]),
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "missing"]),
         ({"rope_scaling": {"type": "linear", "factor": -1}}, ["rope_scaling.factor", "-1"]),

@@ -32,6 +32,8 @@ CASES: list[dict[str, Any]] = [
     {"family": "gemma2"},
     {"family": "gemma3"},
     {"family": "bloom"},  # ALiBi, of 3 heads each
+    {"family": "phi3"},  # fused tensors
+    {"family": "phi3", "num_key_value_heads": 1},  # of which the KV head is copied
 ]
 
 

@@ -20,6 +20,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PretrainedConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -39,9 +41,10 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "bloom": (BloomConfig, BloomForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
 }
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-NEWER_FAMILIES = ("mixtral", "qwen3_moe", "gemma2", "gemma3", "bloom")
+NEWER_FAMILIES = ("mixtral", "qwen3_moe", "gemma2", "gemma3", "bloom", "phi3")
 _OWN: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True},
@@ -60,6 +63,11 @@ _OWN: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
+    },
+    "phi3": {
+        "sliding_window": 40,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+        "pad_token_id": None,
     },
     "bloom": {"n_layer": 3, "n_head": 6, "hidden_size": 96},
 }

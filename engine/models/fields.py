@@ -21,13 +21,13 @@ class Fields:
     def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
         self.path = path
         self.values = values
-        self._prefix = prefix
+        self.prefix = prefix
 
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None
 
     def error(self, key: str, problem: str) -> ModelError:
-        return ModelError(f"{self.path}: {self._prefix}{key} {problem}")
+        return ModelError(f"{self.path}: {self.prefix}{key} {problem}")
 
     def integer(self, key: str, default: int = _REQUIRED, *, minimum: int = 1) -> int:
         value = self._get(key, default)
@@ -48,6 +48,14 @@ class Fields:
 
     def optional_number(self, key: str) -> float | None:
         return self.number(key) if self.has(key) else None
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of `count` finite numbers above 0."""
+        values = self._get(key, _REQUIRED)
+        if not isinstance(values, list) or len(values) != count:
+            raise self.error(key, f"must be a list of {count} numbers, is {values!r}")
+        each = Fields(self.path, {f"{key}[{at}]": value for at, value in enumerate(values)}, self.prefix)
+        return tuple(each.number(name) for name in each.values)
 
     def flag(self, key: str, default: bool = _REQUIRED) -> bool:
         value = self._get(key, default)

@@ -18,6 +18,7 @@ _LLAMA_LIKE = {
     "Qwen3ForCausalLM": "qwen3",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Phi3ForCausalLM": "phi3",
 }
 _OTHERS = {
     "Gemma2ForCausalLM": gemma2_config,

@@ -5,6 +5,8 @@ from engine.models.hf_parts import dtype_of, head_dim_of, kv_heads_of, windows_o
 from engine.models.hf_rope import nested, read_rope, rope_fields
 from proto.model import ModelConfig, RopeConfig
 
+_HEAD_DIM = 256  # where a config names none
+
 
 def gemma2_config(config: Fields, weights_dtype: str | None) -> ModelConfig:
     """Raises ModelError naming file and key."""
@@ -16,7 +18,7 @@ def gemma2_config(config: Fields, weights_dtype: str | None) -> ModelConfig:
         vocab_size=256000,
         max_position=max_position,
         pattern=2,
-        rope=read_rope(config, rope_fields(config), max_position),
+        rope=read_rope(config, rope_fields(config), max_position, head_dim_of(config, _HEAD_DIM)),
         windowed_rope=None,
         attention_soft_cap=_soft_cap(config, "attn_logit_softcapping", 50.0),
         logit_soft_cap=_soft_cap(config, "final_logit_softcapping", 30.0),
@@ -73,7 +75,7 @@ def _gemma(
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=kv_heads_of(config, num_heads, 4),
-        head_dim=head_dim_of(config, 256),
+        head_dim=head_dim_of(config, _HEAD_DIM),
         norm_eps=config.number("rms_norm_eps", 1e-6),
         max_position_embeddings=max_position,
         hidden_act=_activation(config),
@@ -123,7 +125,8 @@ def _gemma3_ropes(config: Fields, max_position: int) -> tuple[RopeConfig, RopeCo
         full, windowed = nested(both, "full_attention"), nested(both, "sliding_attention")
     else:
         full, windowed = nested(config, "rope_scaling"), nothing
+    head_dim = head_dim_of(config, _HEAD_DIM)
     return (
-        read_rope(nothing, full, max_position, theta),
-        read_rope(nothing, windowed, max_position, windowed_theta),
+        read_rope(nothing, full, max_position, head_dim, theta),
+        read_rope(nothing, windowed, max_position, head_dim, windowed_theta),
     )

@@ -4,12 +4,12 @@ from typing import Any
 
 from engine.models.fields import Fields
 from engine.models.hf_parts import dtype_of, head_dim_of, hidden_per_head, kv_heads_of, windows_of_types
-from engine.models.hf_rope import read_rope, rope_fields
+from engine.models.hf_rope import read_rope, read_rotary_dim, rope_fields
 from proto.model import ModelConfig
 
 # transformers' defaults, where they are not Llama's: as many KV heads as heads, 1e-6, 10000
 _KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "mixtral": 8, "qwen3_moe": 4}
-_NORM_EPS = {"mixtral": 1e-5}
+_NORM_EPS = {"mixtral": 1e-5, "phi3": 1e-5}
 _ROPE_THETA = {"mixtral": 1e6}
 
 
@@ -19,7 +19,11 @@ def llama_config(config: Fields, family: str, weights_dtype: str | None) -> Mode
     num_heads = config.integer("num_attention_heads")
     num_layers = config.integer("num_hidden_layers")
     max_position = config.integer("max_position_embeddings")
+    head_dim = _head_dim(config, family, hidden_size, num_heads)
     attention_bias = family in ("llama", "qwen3", "qwen3_moe") and config.flag("attention_bias", False)
+    rope = _rope(config, family)
+    partial, theta = family == "phi3", _ROPE_THETA.get(family, 10000.0)
+    rotary_dim = read_rotary_dim(config, rope, head_dim, partial=partial)
     return ModelConfig(
         family=family,
         vocab_size=config.integer("vocab_size"),
@@ -28,7 +32,7 @@ def llama_config(config: Fields, family: str, weights_dtype: str | None) -> Mode
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=kv_heads_of(config, num_heads, _KV_HEADS.get(family, num_heads)),
-        head_dim=_head_dim(config, family, hidden_size, num_heads),
+        head_dim=head_dim,
         norm_eps=config.number("rms_norm_eps", _NORM_EPS.get(family, 1e-6)),
         max_position_embeddings=max_position,
         hidden_act=_activation(config),
@@ -38,7 +42,8 @@ def llama_config(config: Fields, family: str, weights_dtype: str | None) -> Mode
         mlp_bias=family == "llama" and config.flag("mlp_bias", False),
         qk_norm=family in ("qwen3", "qwen3_moe"),
         windows=_windows(config, family, num_layers),
-        rope=read_rope(config, rope_fields(config), max_position, _ROPE_THETA.get(family, 10000.0)),
+        rope=read_rope(config, rope, max_position, head_dim, theta, partial=partial),
+        rotary_dim=0 if rotary_dim == head_dim else rotary_dim,
         dtype=dtype_of(config, weights_dtype),
         **_mixture(config, family, num_layers),
     )
@@ -48,6 +53,15 @@ def _head_dim(config: Fields, family: str, hidden_size: int, num_heads: int) -> 
     if config.has("head_dim"):
         return head_dim_of(config, 0)
     return head_dim_of(config, 128 if family == "qwen3" else hidden_per_head(config, hidden_size, num_heads))
+
+
+def _rope(config: Fields, family: str) -> Fields:
+    """Phi-3's first configs call LongRoPE by its older names, of which one is another type elsewhere."""
+    rope = rope_fields(config)
+    if family == "phi3":
+        renamed = {key: "longrope" for key in ("type", "rope_type") if rope.values.get(key) in ("su", "yarn")}
+        return Fields(rope.path, {**rope.values, **renamed}, rope.prefix)
+    return rope
 
 
 def _activation(config: Fields) -> str:
@@ -61,7 +75,7 @@ def _windows(config: Fields, family: str, num_layers: int) -> tuple[int, ...]:
     """Window of each layer in positions, 0 = all; () when no layer has one."""
     if family == "llama":
         return ()
-    if family in ("mistral", "mixtral"):
+    if family in ("mistral", "mixtral", "phi3"):
         absent = 4096 if family == "mistral" and "sliding_window" not in config.values else 0
         window = config.integer("sliding_window", absent, minimum=0)
         return (window,) * num_layers if window else ()

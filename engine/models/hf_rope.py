@@ -20,6 +20,8 @@ _ROPE_KEYS = {
     "mscale_all_dim",
     "truncate",
     "partial_rotary_factor",
+    "short_factor",
+    "long_factor",
     "finetuned",  # a remark, changes nothing
 }
 
@@ -38,17 +40,43 @@ def nested(config: Fields, key: str) -> Fields:
     return Fields(config.path, values, f"{key}.")
 
 
-def read_rope(config: Fields, rope: Fields, max_position: int, default_theta: float = 10000.0) -> RopeConfig:
-    """Read `rope`; the base may also stand in `config` itself."""
+def read_rotary_dim(config: Fields, rope: Fields, head_dim: int, *, partial: bool) -> int:
+    """How many dimensions of a head rotate: all of them, unless the family knows `partial` rotation.
+
+    The factor stands in `rope` or in `config` itself. Raises ModelError.
+    """
+    place = rope if rope.has("partial_rotary_factor") else config
+    factor = place.number("partial_rotary_factor", 1.0)
+    rotary_dim = int(head_dim * factor)
+    if factor != 1.0 and not partial:
+        raise place.error("partial_rotary_factor", "other than 1 is not supported for this architecture")
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise place.error(
+            "partial_rotary_factor", f"{factor:g} of {head_dim} dimensions is {rotary_dim}, which must be even"
+        )
+    return rotary_dim
+
+
+def read_rope(
+    config: Fields,
+    rope: Fields,
+    max_position: int,
+    head_dim: int,
+    default_theta: float = 10000.0,
+    *,
+    partial: bool = False,
+) -> RopeConfig:
+    """Read `rope`; the base may also stand in `config` itself. Raises ModelError."""
     unknown = [key for key in rope.values if key not in _ROPE_KEYS and rope.has(key)]
     if unknown:
         raise rope.error(unknown[0], "is not supported")
-    if (rope if rope.has("partial_rotary_factor") else config).number("partial_rotary_factor", 1.0) != 1.0:
-        raise config.error("partial_rotary_factor", "other than 1 is not supported")
+    rotary_dim = read_rotary_dim(config, rope, head_dim, partial=partial)
     theta = (rope if rope.has("rope_theta") else config).number("rope_theta", default_theta)
     rope_type = _rope_type(rope)
     if rope_type == "default":
         return RopeConfig(theta=theta)
+    if rope_type == "longrope":
+        return _longrope(config, rope, theta, max_position, rotary_dim)
     factor = rope.number("factor")
     if rope_type == "linear":
         return RopeConfig(type="linear", theta=theta, factor=factor)
@@ -69,6 +97,20 @@ def read_rope(config: Fields, rope: Fields, max_position: int, default_theta: fl
         mscale=rope.optional_number("mscale"),
         mscale_all_dim=rope.optional_number("mscale_all_dim"),
         truncate=rope.flag("truncate", True),
+    )
+
+
+def _longrope(config: Fields, rope: Fields, theta: float, max_position: int, rotary_dim: int) -> RopeConfig:
+    place = config if config.has("original_max_position_embeddings") else rope
+    original = place.integer("original_max_position_embeddings", minimum=2)
+    return RopeConfig(
+        type="longrope",
+        theta=theta,
+        factor=rope.number("factor", max_position / original),
+        original_max_position=original,
+        attention_factor=rope.optional_number("attention_factor"),
+        short_factors=rope.numbers("short_factor", rotary_dim // 2),
+        long_factors=rope.numbers("long_factor", rotary_dim // 2),
     )
 
 

@@ -98,7 +98,9 @@ class TorchForward:
             shapes = _gemm_shapes(options, family, dtype, group.size)
             ops = CpuOps(group.agree(lambda: find_rule(shapes)), threads)  # all ranks must pad alike
             attention = CpuAttention(shape, threads)
-        model = _model(options, family, ops, dtype, pool.max_model_len, progress, group)
+        # The length that is wanted, whatever the pages hold: LongRoPE's choice must not follow from free memory.
+        longest = options.max_model_len or config.max_position_embeddings
+        model = _model(options, family, ops, dtype, longest, progress, group)
         forward = cls(options, model, attention, ops, pool, dtype)
         progress("compiling kernels and checking that outputs do not depend on the batch", 0, 0)
         check_law(forward)

@@ -12,24 +12,41 @@ from worker.layers.attention import Rotation
 class Rope:
     """Tables [max_position, head_dim/2] float32, looked up by absolute position."""
 
-    def __init__(self, config: RopeConfig, head_dim: int, max_position: int) -> None:
-        self.cos, self.sin = tables(config, head_dim, max_position)
+    def __init__(self, config: RopeConfig, head_dim: int, max_position: int, rotary_dim: int = 0) -> None:
+        """`max_position`: the length of the longest sequence that is served, which decides between LongRoPE's factors.
+
+        With a `rotary_dim`, rotate that many dimensions of a head, where `pair_across_halves` puts them.
+        """
+        cos, sin = tables(config, rotary_dim or head_dim, max_position)
+        unmoved = (0, head_dim // 2 - cos.shape[1])
+        self.cos = torch.nn.functional.pad(cos, unmoved, value=1.0)
+        self.sin = torch.nn.functional.pad(sin, unmoved)
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
-        """What attention does to q and k of tokens at `positions` [T] int32."""
+        """Return what attention does to q and k of tokens at `positions` [T] int32."""
         return Rotation(positions, self.cos, self.sin)
 
 
-def tables(config: RopeConfig, head_dim: int, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [max_position, head_dim/2] float32, scaled by the attention factor of YaRN.
+def pair_across_halves(heads: torch.Tensor, rotary_dim: int) -> torch.Tensor:
+    """Reorder dimensions, heads [n, d, ...], so that the pairs (i, i + rotary_dim/2) stand d/2 apart.
+
+    Kernels rotate i with i + d/2. Scores do not notice, as long as q and k have the same order.
+    """
+    half, rest = rotary_dim // 2, (heads.shape[1] - rotary_dim) // 2
+    first, second, low, high = torch.split(heads, [half, half, rest, rest], dim=1)
+    return torch.cat([first, low, second, high], dim=1)
+
+
+def tables(config: RopeConfig, rotary_dim: int, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [max_position, rotary_dim/2] float32, scaled by the attention factor of YaRN or LongRoPE.
 
     Angles are rounded to float32 as Hugging Face's are; their cos and sin are exact to float32, whatever the
     length of the table. Raises ValueError for an unknown type.
     """
     if config.type not in _ANGLES:
         raise ValueError(f"rope type {config.type!r} is not one of {', '.join(_ANGLES)}")
-    angles = _ANGLES[config.type](config, head_dim, torch.arange(max_position, dtype=torch.float32))
-    factor = _yarn_attention_factor(config) if config.type == "yarn" else 1.0
+    angles = _ANGLES[config.type](config, rotary_dim, torch.arange(max_position, dtype=torch.float32))
+    factor = _ATTENTION_FACTORS[config.type](config) if config.type in _ATTENTION_FACTORS else 1.0
     exact = angles.double()
     return (exact.cos() * factor).float(), (exact.sin() * factor).float()
 
@@ -107,10 +124,35 @@ def _yarn_attention_factor(config: RopeConfig) -> float:
     return scale(1.0)
 
 
+def _longrope(config: RopeConfig, head_dim: int, positions: torch.Tensor) -> torch.Tensor:
+    """LongRoPE (Ding et al. 2024): a divisor for each frequency, by whether longer sequences than trained are served.
+
+    transformers takes the long ones for calls beyond the trained length, and so rotates a sequence's first tokens
+    anew when it grows across. Here, as in vLLM, the served length decides once, so that keys can be kept: equal to
+    transformers for calls on the same side of the trained length.
+    """
+    long = len(positions) > config.original_max_position
+    divisors = torch.tensor(config.long_factors if long else config.short_factors, dtype=torch.float32)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return positions[:, None] * (1.0 / (divisors * config.theta**exponents))
+
+
+def _longrope_attention_factor(config: RopeConfig) -> float:
+    """Factor on cos and sin, for short sequences too."""
+    if config.attention_factor is not None:
+        return config.attention_factor
+    return math.sqrt(1 + math.log(max(config.factor, 1.0)) / math.log(config.original_max_position))
+
+
 _ANGLES: dict[str, Callable[[RopeConfig, int, torch.Tensor], torch.Tensor]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
+}
+_ATTENTION_FACTORS: dict[str, Callable[[RopeConfig], float]] = {
+    "yarn": _yarn_attention_factor,
+    "longrope": _longrope_attention_factor,
 }

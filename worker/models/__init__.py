@@ -5,6 +5,7 @@ from worker.models.bloom import Bloom
 from worker.models.gemma import Gemma
 from worker.models.llama import Llama
 from worker.models.moe import Mixtral, Qwen3Moe
+from worker.models.phi3 import Phi3
 
 FAMILIES: dict[str, type[Model]] = {
     "llama": Llama,
@@ -16,4 +17,5 @@ FAMILIES: dict[str, type[Model]] = {
     "gemma2": Gemma,
     "gemma3": Gemma,
     "bloom": Bloom,
+    "phi3": Phi3,
 }

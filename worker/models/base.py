@@ -28,7 +28,8 @@ class Model(Module, ABC):
     ) -> None:
         """Allocate the weights: fill `parameters()`, then call `pack()`. Raises ValueError for the config.
 
-        `config` is of the whole model, of which this rank of `group` holds its share.
+        `config` is of the whole model, of which this rank of `group` holds its share. `max_position` is the length
+        of the longest sequence that is wanted, `--max-model-len` or else the model's own.
         """
 
     @abstractmethod

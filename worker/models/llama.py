@@ -21,7 +21,7 @@ from worker.layers.mlp import GatedMLP
 from worker.layers.module import Module, Target
 from worker.layers.norm import RMSNorm
 from worker.layers.ops import Ops
-from worker.layers.rope import Rope
+from worker.layers.rope import Rope, pair_across_halves
 from worker.models.base import Block, Model
 from worker.ranks.group import ALONE, Group
 
@@ -75,6 +75,17 @@ class Attention(Module):
         if config.qk_norm:
             self.q_norm = RMSNorm(target, self.head_dim, config.norm_eps, offset=norm_offset)
             self.k_norm = RMSNorm(target, self.head_dim, config.norm_eps, offset=norm_offset)
+        self.rotary_dim = config.rotary_dim or self.head_dim
+
+    def pack(self) -> None:
+        """Sort each head's dimensions as kernels rotate them, where not all of them rotate."""
+        if self.rotary_dim < self.head_dim:
+            for parameter in self.qkv.parameters().values():
+                for name, _, _, rows in parameter.slices():
+                    if name in ("q", "k"):
+                        heads = rows.view(-1, self.head_dim, *rows.shape[1:])
+                        heads.copy_(pair_across_halves(heads, self.rotary_dim))
+        super().pack()
 
     def __call__(self, x: torch.Tensor, rotation: Rotation, attention: AttentionBackend) -> torch.Tensor:
         qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [N, H + 2K, D]
@@ -117,7 +128,7 @@ class Llama(Model):
         self.layers = [self._layer(config, target, index) for index in range(config.num_layers)]
         self.norm = RMSNorm(target, hidden, config.norm_eps, offset=self.norm_offset)
         self.head = Head(target, vocab, hidden, tied=self.embedding if config.tie_word_embeddings else None)
-        self.rope = Rope(config.rope, config.head_dim, max_position)
+        self.rope = Rope(config.rope, config.head_dim, max_position, config.rotary_dim)
 
     def _layer(self, config: ModelConfig, target: Target, index: int) -> Block:
         return Layer(config, target, index, self._mlp(config, target, index))
