@@ -125,7 +125,8 @@ class RequestParams(Message, frozen=True, tag="params"):
     sampling: Sampling = Sampling()
     # When to end. Lengths are the tokenizer's to resolve, ids the scheduler's to watch, strings the detokenizer's.
     max_new_tokens: Annotated[  # -1 = up to the context; 0 = prefill only
-        int, Spec("stopping.max_new_tokens", 0, MAX_INT32, help="generate at most N tokens", metavar="N")
+        int,
+        Spec("stopping.max_new_tokens", 0, MAX_INT32, help="generate at most N tokens", metavar="N"),
     ] = -1
     min_new_tokens: Annotated[
         int,

@@ -8,7 +8,7 @@ from engine.bench.load import Call
 from engine.bench.report import Slo, by_class, percentiles, records, summary
 from engine.bench.served import warnings
 from engine.cli.printing import TokenClock
-from quintet_client.requests import WorkClassName
+from quintet_client.options import WorkClassName
 from scripts.bench_ring import limit
 from scripts.soak import memory
 

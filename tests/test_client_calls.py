@@ -5,11 +5,11 @@ import asyncio
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import aclosing, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import grpc
 import pytest
@@ -19,6 +19,7 @@ from google.rpc import error_details_pb2, status_pb2
 import quintet_client
 from quintet_client import AsyncClient, ChatMessage, Client, FieldViolation, GenerateOptions, Prompt, QuintetError
 from quintet_client.errors import from_rpc_error
+from quintet_client.options import PATHS, WorkClassName
 from quintet_client.requests import generate_request
 from quintet_client.v1 import control_pb2, inference_pb2, inference_pb2_grpc
 
@@ -228,12 +229,14 @@ def test_options_reach_their_fields() -> None:
 
 
 def test_every_option_has_a_field() -> None:
-    for name in GenerateOptions.__annotations__:
-        value: Any = {"stop_strings": ["a"], "stop_token_ids": [1], "work_class": "chat", "model": "m"}.get(name, 1)
-        if name in ("request_id", "cache_salt"):
-            value = "x"
-        options: Any = {name: value}
-        assert generate_request("", options) != generate_request("", {})
+    values: dict[Any, Any] = {float: 0.5, int: 1, bool: True, str: "x", Sequence[str]: ["a"], Sequence[int]: [1]}
+    values |= {WorkClassName: "chat", Mapping[int, float]: {1: 0.5}}
+    for name, kind in get_type_hints(GenerateOptions).items():
+        options: Any = {name: values[kind]}
+        field: Any = generate_request("", options)
+        for part in PATHS[name].split("."):
+            field = getattr(field, part)
+        assert field == (inference_pb2.WORK_CLASS_CHAT if kind is WorkClassName else values[kind])
 
 
 @pytest.mark.parametrize(
@@ -255,7 +258,7 @@ def test_wrong_options_are_refused_here() -> None:
     with pytest.raises(TypeError, match="temprature"):
         generate_request("hi", unknown)
     wrong: Any = {"work_class": "fast"}
-    with pytest.raises(ValueError, match="'fast' is none of chat, agent, batch"):
+    with pytest.raises(ValueError, match="work_class: must be one of chat, agent, batch, not 'fast'"):
         generate_request("hi", wrong)
 
 

@@ -1,5 +1,6 @@
 """Every place that knows a parameter agrees with its one declaration in `proto.parameters`."""
 
+import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ import pytest
 import torch
 from google.protobuf.descriptor import FieldDescriptor
 
+from engine.cli.asking import add_request_arguments, options_of
+from engine.cli.batch_file import OptionLine
 from proto.messages import RequestParams, Sampling, column
 from proto.parameters import MAX_INT32, MAX_UINT64, Parameter, parameters_of
+from quintet_client.requests import generate_request
 from quintet_client.v1 import inference_pb2 as pb
 from server.status import InvalidFieldError
 from server.validate import _NOT_BUILT
@@ -134,3 +138,38 @@ def test_a_worker_keeps_every_parameter_of_a_slot() -> None:
 def test_stop_ids_travel_as_a_column() -> None:
     params = ask(stopping=pb.Stopping(stop_token_ids=[3, 1], stop_strings=["a", "b"])).params
     assert (column(params.stop_token_ids).tolist(), params.stop_strings) == ([3, 1], ("a", "b"))
+
+
+# ------------------------------------------------------------------ the callers' side
+
+GIVEN: dict[Any, Any] = {float: 0.5, int: 3, bool: True, str: "x", tuple[str, ...]: ["a", "b"], bytes: [4, 5]}
+
+
+def field_of(request: pb.GenerateRequest, path: str) -> Any:
+    field: Any = request
+    for part in path.split("."):
+        field = getattr(field, part)
+    return field
+
+
+@pytest.mark.parametrize("parameter", PARAMETERS, ids=by_path)
+def test_clients_and_batch_files_name_it_alike(parameter: Parameter) -> None:
+    value = GIVEN[parameter.kind]
+    options: Any = {parameter.spec.name: value}
+    assert field_of(generate_request("hi", options), parameter.spec.path) == value
+    line = msgspec.json.decode(msgspec.json.encode({"prompt": "hi", **options}), type=OptionLine)
+    assert line.job(1, "line-1").options[parameter.spec.name] == value
+
+
+@pytest.mark.parametrize("parameter", [p for p in PARAMETERS if p.spec.help], ids=by_path)
+def test_its_flag_sets_it(parameter: Parameter) -> None:
+    parser = argparse.ArgumentParser()
+    add_request_arguments(parser)
+    spec, value = parameter.spec, GIVEN[parameter.kind]
+    flag = spec.flag or "--" + spec.name.replace("_", "-")
+    values = value if isinstance(value, list) else [value]
+    words = [flag] if parameter.kind is bool else [word for one in values for word in (flag, str(one))]
+    request = generate_request("hi", options_of(parser.parse_args(words)))
+    assert field_of(request, spec.path) == value
+    set_fields = [field.name for part in (request.sampling, request.stopping) for field, _ in part.ListFields()]
+    assert set(set_fields) == {spec.name, "max_new_tokens"}

@@ -11,7 +11,7 @@ from typing import Any
 from engine.bench.work import Job
 from engine.cli.printing import TokenClock
 from quintet_client import AsyncClient, GenerateOptions, QuintetError
-from quintet_client.requests import WorkClassName
+from quintet_client.options import WorkClassName
 from quintet_client.v1 import inference_pb2 as pb
 
 _SHORT = "SHORT_OUTPUT"  # no error, and yet other than the tokens asked for

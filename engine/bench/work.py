@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 import msgspec
 import numpy as np
 
-from quintet_client.requests import WorkClassName
+from quintet_client.options import WorkClassName
 
 _CLASSES: tuple[WorkClassName, ...] = get_args(WorkClassName)
 

@@ -4,32 +4,33 @@ import argparse
 import math
 from typing import cast
 
+from proto.messages import RequestParams, Sampling
+from proto.parameters import Parameter, parameters_of
 from quintet_client import ChatMessage, GenerateOptions
 
-DEFAULT_MAX_NEW_TOKENS = 512
-_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_strings", "ignore_eos")
+_DEFAULTS = {"max_new_tokens": 512}  # where the command's own differ from the server's
+_FLAGS = tuple(p for p in (*parameters_of(Sampling), *parameters_of(RequestParams)) if p.spec.help)
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     """Sampling and stopping, with the server's own defaults where a flag is not given."""
     group = parser.add_argument_group("sampling and stopping (defaults: the server's)")
-    group.add_argument("--temperature", type=float, metavar="T", help="0 = the most likely token (default: 1)")
-    group.add_argument("--top-k", type=int, metavar="K", help="only the K most likely tokens")
-    group.add_argument("--top-p", type=float, metavar="P", help="only the likeliest that together reach P")
-    group.add_argument("--min-p", type=float, metavar="P", help="only those at least P times the likeliest")
-    group.add_argument("--seed", type=int, metavar="N", help="equal seeds give equal answers")
-    group.add_argument(
-        "--max-new-tokens",
-        type=int,
-        metavar="N",
-        default=DEFAULT_MAX_NEW_TOKENS,
-        help="tokens to generate at most (default: %(default)s)",
-    )
-    group.add_argument(
-        "--stop", dest="stop_strings", action="append", metavar="TEXT", help="end before this text; may be repeated"
-    )
-    group.add_argument("--ignore-eos", action="store_const", const=True, help="go on after the model's end")
+    for parameter in _FLAGS:
+        _add_flag(group, parameter)
     parser.add_argument("--timeout", type=_seconds, metavar="S", help="seconds after which the server gives up")
+
+
+def _add_flag(group: "argparse._ArgumentGroup", parameter: Parameter) -> None:
+    spec = parameter.spec
+    flag, name = spec.flag or f"--{spec.name.replace('_', '-')}", spec.name
+    if parameter.kind is bool:
+        group.add_argument(flag, dest=name, action="store_const", const=True, help=spec.help)
+    elif parameter.kind == tuple[str, ...]:
+        group.add_argument(flag, dest=name, action="append", metavar=spec.metavar, help=spec.help)
+    else:
+        text = f"{spec.help} (default: %(default)s)" if name in _DEFAULTS else spec.help
+        default = _DEFAULTS.get(name)
+        group.add_argument(flag, dest=name, type=parameter.kind, default=default, metavar=spec.metavar, help=text)
 
 
 def _seconds(text: str) -> float:
@@ -44,7 +45,7 @@ def _seconds(text: str) -> float:
 
 def options_of(args: argparse.Namespace) -> GenerateOptions:
     """The fields that the user set."""
-    given = {name: value for name in _OPTIONS if (value := getattr(args, name)) is not None}
+    given = {p.spec.name: value for p in _FLAGS if (value := getattr(args, p.spec.name)) is not None}
     return cast(GenerateOptions, given)
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast, get_type_hints
 
 import msgspec
 
@@ -29,30 +29,17 @@ class Turn(msgspec.Struct, forbid_unknown_fields=True):
     content: str
 
 
-class Line(msgspec.Struct, forbid_unknown_fields=True):
-    """One request: exactly one of prompt, token_ids and messages, and fields named as in inference.proto."""
+# Keys of a line besides its id and prompt: the client's options. The id takes the place of request_id.
+_OPTIONS = {name: kind for name, kind in get_type_hints(GenerateOptions).items() if name != "request_id"}
+
+
+class Line(msgspec.Struct):
+    """One request: exactly one of prompt, token_ids and messages. `OptionLine` adds the options."""
 
     id: RecordId | None = None
     prompt: str | None = None
     token_ids: list[int] | None = None
     messages: list[Turn] | None = None
-    model: str | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
-    stop_strings: list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    logprobs: int | None = None
-    skip_special_tokens: bool | None = None
-    work_class: Literal["chat", "agent", "batch"] = "batch"
-    priority: int | None = None
-    cache_salt: str | None = None
 
     def job(self, line: int, record_id: RecordId) -> "Job":
         """What to ask of a server. Raises ValueError when a value does not fit its field."""
@@ -65,13 +52,18 @@ class Line(msgspec.Struct, forbid_unknown_fields=True):
             prompts.append([ChatMessage(role=turn.role, content=turn.content) for turn in self.messages])
         if len(prompts) != 1:
             raise ValueError(f"exactly one of prompt, token_ids and messages is needed, not {len(prompts)}")
-        given = {name: value for name in _OPTION_NAMES if (value := getattr(self, name)) is not None}
-        options = cast(GenerateOptions, given)
+        given = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
+        options = cast(GenerateOptions, {"work_class": "batch", **given})
         generate_request(prompts[0], options)
         return Job(line, record_id, prompts[0], options)
 
 
-_OPTION_NAMES = tuple(name for name in Line.__struct_fields__ if name in GenerateOptions.__annotations__)
+OptionLine: Any = msgspec.defstruct(
+    "OptionLine",
+    [(name, kind | None, None) for name, kind in _OPTIONS.items()],
+    bases=(Line,),
+    forbid_unknown_fields=True,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +87,7 @@ class BadLine:
 
 def read_jobs(path: Path) -> Iterator[Job | BadLine]:
     """Every line of the input but blank ones. A line without an id, or with an earlier line's, is called "line-N"."""
-    decode_id, decode_line = msgspec.json.Decoder(_Id).decode, msgspec.json.Decoder(Line).decode
+    decode_id, decode_line = msgspec.json.Decoder(_Id).decode, msgspec.json.Decoder(OptionLine).decode
     lines_of: dict[RecordId, int] = {}
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):

@@ -8,6 +8,7 @@ with Client("localhost:50051") as client:
 from quintet_client.aio import AsyncClient
 from quintet_client.client import Client
 from quintet_client.errors import FieldViolation, QuintetError
-from quintet_client.requests import ChatMessage, GenerateOptions, Prompt
+from quintet_client.options import GenerateOptions
+from quintet_client.requests import ChatMessage, Prompt
 
 __all__ = ["AsyncClient", "ChatMessage", "Client", "FieldViolation", "GenerateOptions", "Prompt", "QuintetError"]

@@ -13,7 +13,8 @@ import grpc.aio
 from quintet_client import methods, requests
 from quintet_client.errors import QuintetError, from_rpc_error
 from quintet_client.methods import Method, Request, Response
-from quintet_client.requests import ChatMessage, GenerateOptions, Prompt
+from quintet_client.options import GenerateOptions
+from quintet_client.requests import ChatMessage, Prompt
 from quintet_client.retries import Attempts, channel_options
 from quintet_client.v1 import control_pb2, inference_pb2
 

@@ -1,19 +1,10 @@
 """From plain Python values to request messages."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict, TypeVar, cast
+from typing import Any, TypedDict, cast
 
-from google.protobuf.message import Message
-
+from quintet_client.options import PATHS, GenerateOptions
 from quintet_client.v1 import inference_pb2 as pb
-
-MessageT = TypeVar("MessageT", bound=Message)
-WorkClassName = Literal["chat", "agent", "batch"]
-_WORK_CLASSES: dict[str, pb.WorkClass] = {
-    "chat": pb.WORK_CLASS_CHAT,
-    "agent": pb.WORK_CLASS_AGENT,
-    "batch": pb.WORK_CLASS_BATCH,
-}
 
 
 class ChatMessage(TypedDict):
@@ -27,58 +18,21 @@ class ChatMessage(TypedDict):
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 
-class GenerateOptions(TypedDict, total=False):
-    """Fields of GenerateRequest by name, flat; inference.proto says what each means and its default."""
-
-    request_id: str
-    model: str
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    max_new_tokens: int
-    min_new_tokens: int
-    stop_strings: Sequence[str]
-    stop_token_ids: Sequence[int]
-    include_stop_str_in_output: bool
-    ignore_eos: bool
-    logprobs: int
-    work_class: WorkClassName
-    priority: int
-    cache_salt: str
-    skip_special_tokens: bool
-
-
-_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed")
-_STOPPING_FIELDS = (
-    "max_new_tokens",
-    "min_new_tokens",
-    "stop_strings",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-)
-_OWN_FIELDS = ("request_id", "model", "logprobs", "priority", "cache_salt", "skip_special_tokens")
-
-
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
     """The message for a prompt and options.
 
     Raises TypeError for an unknown option, and ValueError, with the option's name or "prompt", for what no message
     can hold.
     """
-    given: dict[str, Any] = dict(options)
-    work_class = given.pop("work_class", None)
-    if work_class is not None and work_class not in _WORK_CLASSES:
-        raise ValueError(f"work_class {work_class!r} is none of {', '.join(_WORK_CLASSES)}")
-    request = _filled(pb.GenerateRequest, given, _OWN_FIELDS)
-    request.sampling.CopyFrom(_filled(pb.Sampling, given, _SAMPLING_FIELDS))
-    request.stopping.CopyFrom(_filled(pb.Stopping, given, _STOPPING_FIELDS))
-    if given:
-        raise TypeError(f"unknown options: {', '.join(sorted(given))}")
-    if work_class is not None:
-        request.work_class = _WORK_CLASSES[work_class]
+    unknown = options.keys() - PATHS.keys()
+    if unknown:
+        raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
+    request = pb.GenerateRequest()
+    for name, value in options.items():
+        try:
+            _set_field(request, PATHS[name], value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
     try:
         _set_prompt(request, prompt)
     except ValueError as error:
@@ -86,16 +40,24 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
     return request
 
 
-def _filled(kind: type[MessageT], given: dict[str, Any], names: Sequence[str]) -> MessageT:
-    """A message of those options that have these names; they are taken out of `given`."""
-    message = kind()
-    for name in names:
-        if name in given:
-            try:
-                message.MergeFrom(kind(**{name: given.pop(name)}))
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
-    return message
+def _set_field(request: pb.GenerateRequest, path: str, value: Any) -> None:
+    """Set the field at a path; None leaves it unset. Raises ValueError for what it cannot hold."""
+    parent, _, name = path.rpartition(".")
+    message: Any = getattr(request, parent) if parent else request
+    enum = message.DESCRIPTOR.fields_by_name[name].enum_type
+    if enum is not None and value is not None:
+        value = _enum_number(enum, value)
+    message.MergeFrom(type(message)(**{name: value}))
+
+
+def _enum_number(enum: Any, name: str) -> int:
+    """The value whose lower-case name, without the enum's prefix, is `name`. Raises ValueError."""
+    prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    names = [value.name.removeprefix(prefix).lower() for value in enum.values[1:]]
+    if name not in names:
+        raise ValueError(f"must be one of {', '.join(names)}, not {name!r}")
+    number: int = enum.values[1 + names.index(name)].number
+    return number
 
 
 def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
