@@ -5,12 +5,13 @@ import gc
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import grpc
 import msgspec
+import pytest
 import uvloop
 
 from engine.runtime.stage import Stage
@@ -46,6 +47,8 @@ from proto.messages import (
     World,
     column,
 )
+from quintet_client import AsyncClient, QuintetError
+from quintet_client.v1 import inference_pb2
 from server.app import serve
 from tests.builders import i32, make_facts, make_stage, make_stage_config
 
@@ -64,6 +67,8 @@ SCHEDULER_COUNTERS = {
     "prefix_hit_tokens": 30.0,
     "prefix_query_tokens": 120.0,
 }
+GENERATE = "/quintet.v1.Inference/Generate"
+STREAM = "/quintet.v1.Inference/GenerateStream"
 T = TypeVar("T")
 SERVER = Address(StageKind.SERVER, 0)
 _PEERS = (StageKind.SUPERVISOR, StageKind.TOKENIZER, StageKind.SCHEDULER, StageKind.DETOKENIZER)
@@ -313,3 +318,28 @@ async def calling(ring: FakeRing, *options: tuple[str, int]) -> AsyncIterator[An
     arguments = (("grpc.use_local_subchannel_pool", 1), *options)
     async with grpc.aio.insecure_channel(ring.address, options=arguments) as channel:
         yield channel
+
+
+@asynccontextmanager
+async def ring_and_client(**options: Any) -> AsyncIterator[tuple[FakeRing, AsyncClient]]:
+    """A server that serves, and a client that tries each call once."""
+    async with serving(**options) as ring, AsyncClient(ring.address, timeout=10, retry=False) as client:
+        yield ring, client
+
+
+async def error_of(call: Awaitable[object]) -> QuintetError:
+    """What a call that must fail raises."""
+    with pytest.raises(QuintetError) as caught:
+        await call
+    return caught.value
+
+
+async def read(client: AsyncClient, prompt: str = "hi", **options: Any) -> list[inference_pb2.GenerateChunk]:
+    """All chunks of a stream."""
+    return [chunk async for chunk in client.generate_stream(prompt, **options)]
+
+
+async def is_idle(client: AsyncClient) -> bool:
+    """Whether the server knows of no request."""
+    load = await client.get_load()
+    return (load.in_flight_requests, load.in_flight_bytes) == (0, 0)
