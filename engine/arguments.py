@@ -1,9 +1,12 @@
 """Types of command-line arguments: each parses a text, or says what it must be and what it got."""
 
+import math
+import os
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -30,23 +33,22 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     return parse
 
 
-def positive(text: str) -> float:
-    """Parse a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ArgumentTypeError(f"must be a number above 0, got {text!r}")
-    return value
+def number(least: float = 0.0, most: float = math.inf) -> Callable[[str], float]:
+    """Return the type of finite numbers from `least` to `most`, all of them above 0."""
+    bounds = f"at least {least:g}" if least else "above 0"
+    if most < math.inf:
+        bounds += f" and at most {most:.15g}"
 
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (0 < value < math.inf and least <= value <= most):
+            raise ArgumentTypeError(f"must be a number {bounds}, got {text!r}")
+        return value
 
-def share(text: str) -> float:
-    """Parse a number above 0 and at most 1."""
-    value = positive(text)
-    if value > 1:
-        raise ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
-    return value
+    return parse
 
 
 def size(least: int = 1) -> Callable[[str], int]:
@@ -99,3 +101,19 @@ def name(text: str) -> str:
     if not text:
         raise ArgumentTypeError("must not be empty")
     return text
+
+
+def host_port(text: str) -> str:
+    """Parse the address of a server."""
+    host, colon, port = text.rpartition(":")
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+        raise ArgumentTypeError(f"must be HOST:PORT with a port between 1 and 65535, got {text!r}")
+    return text
+
+
+def output_file(text: str) -> Path:
+    """Parse the path of a file to write, so that a bad one is refused before the work and not after it."""
+    path = Path(text)
+    if not os.access(path.parent, os.W_OK) or path.is_dir():
+        raise ArgumentTypeError(f"cannot write to {text!r}")
+    return path

@@ -8,8 +8,9 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.arguments import choice, name, only, positive, share, size, size_text, whole
+from engine.arguments import choice, name, number, only, size, size_text, whole
 from engine.flags import flag
+from engine.port import DEFAULT_HOST, DEFAULT_PORT
 from proto.devices import OFFERS, is_simulated, refuse
 from proto.ids import Address, StageKind
 
@@ -116,8 +117,8 @@ class ServeConfig:
         supervisor=True,
     )
 
-    host: str = flag(_ADDRESS, "address to listen on; 0.0.0.0 = every interface", name, "HOST", default="127.0.0.1")
-    port: int = flag(_ADDRESS, "port to listen on; 0 = any free one", whole(0, 65535), "N", default=50051)
+    host: str = flag(_ADDRESS, "address to listen on; 0.0.0.0 = every interface", name, "HOST", default=DEFAULT_HOST)
+    port: int = flag(_ADDRESS, "port to listen on; 0 = any free one", whole(0, 65535), "N", default=DEFAULT_PORT)
     ready_file: str | None = flag(
         _ADDRESS,
         "write address and process ids to this JSON file once requests are served",
@@ -158,7 +159,7 @@ class ServeConfig:
     gpu_memory_utilization: float | None = flag(
         _BATCHING,
         f"share of memory for weights and KV cache (default on GPUs: {MEMORY_SHARE})",
-        share,
+        number(most=1),
         "SHARE",
         default=None,
     )
@@ -229,7 +230,7 @@ class ServeConfig:
     startup_timeout: float = flag(
         _PROCESSES,
         "give up on a start after S seconds without progress",
-        positive,
+        number(),
         "S",
         default=300.0,
         show="{:g}".format,
@@ -238,7 +239,7 @@ class ServeConfig:
     drain_timeout: float = flag(
         _PROCESSES,
         "when stopping, let streams go on for S seconds",
-        positive,
+        number(),
         "S",
         default=30.0,
         show="{:g}".format,
@@ -247,7 +248,7 @@ class ServeConfig:
     stall_timeout: float = flag(
         _PROCESSES,
         "treat a process as hung after S seconds of silence",
-        positive,
+        number(),
         "S",
         default=10.0,
         show="{:g}".format,

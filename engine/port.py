@@ -3,6 +3,9 @@
 import errno
 import socket
 
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 50051
+
 
 class PortError(RuntimeError):
     """The address cannot be had; the text names it and says why."""

@@ -10,8 +10,6 @@ CPU times are the kernel's, over all threads of a process; steps and the device'
 import argparse
 import asyncio
 import contextlib
-import json
-import shlex
 import statistics
 import sys
 import time
@@ -24,16 +22,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import uvloop
 
+from engine.arguments import number
 from engine.bench import conditions
 from engine.bench.cpu import CpuTime, cpu_time
 from engine.bench.load import Load
 from engine.bench.report import Slo, summary
 from engine.bench.work import Job, Shape, Work
-from engine.instance import Instance
 from quintet_client import AsyncClient
 from quintet_client.v1 import control_pb2 as pb
+from scripts.loaded_instance import make_parser, started, write
 
-SHAPES = Path(__file__).resolve().parent / "shapes"
 IDLE_CALLS = 300
 FULL = 0.95  # of a CPU: beyond, the process is the limit
 ALL_FULL = 0.9  # of all CPUs: beyond, they are
@@ -94,8 +92,8 @@ async def look(client: AsyncClient, pids: dict[str, int], load: Load) -> Moment:
 
 def signalling(jobs: Iterator[Job], count: int, event: asyncio.Event) -> Iterator[Job]:
     """The same jobs; sets the event when so many were taken."""
-    for number, job in enumerate(jobs):
-        if number == count:
+    for position, job in enumerate(jobs):
+        if position == count:
             event.set()
         yield job
 
@@ -209,24 +207,15 @@ async def measure(address: str, pids: dict[str, int], args: argparse.Namespace) 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default=str(SHAPES / "llama-3.1-8b"), help="a folder with a config.json")
-    parser.add_argument("--device", default="sim:h200", help="as of `quintet serve` (%(default)s)")
-    parser.add_argument("--streams", type=int, default=256, help="at once (%(default)s)")
-    parser.add_argument("--prompt-tokens", type=int, default=512, help="%(default)s")
-    parser.add_argument("--output-tokens", type=int, default=256, help="%(default)s")
-    parser.add_argument("--seconds", type=float, default=10.0, help="to measure, at least 4 (%(default)g)")
-    parser.add_argument("--serve-flags", default="", help="more flags of `quintet serve`")
-    parser.add_argument("-o", dest="output", type=Path, help="write the result as JSON")
+    parser = make_parser(__doc__, streams=256, prompt_tokens=512, output_tokens=256)
+    parser.add_argument(
+        "--seconds", type=number(least=4), default=10.0, help="seconds to measure, at least 4 (default: %(default)g)"
+    )
     args = parser.parse_args()
-    flags = ["--model", args.model, "--device", args.device, "--max-num-seqs", str(max(args.streams, 512))]
-    with Instance.start([*flags, *shlex.split(args.serve_flags)]) as instance:
-        pids = {f"{stage['kind']}-{stage['index']}": stage["pid"] for stage in instance.stages}
-        pids["supervisor"] = instance.pid
-        result = uvloop.run(measure(instance.address, pids, args))
+    with started(args, ["--max-num-seqs", str(max(args.streams, 512))]) as (address, pids):
+        result = uvloop.run(measure(address, pids, args))
     show(result)
-    if args.output is not None:
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(result, args.output)
     return 0
 
 

@@ -11,9 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import json
 import multiprocessing
-import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -29,15 +27,15 @@ import psutil
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from engine.arguments import number
 from engine.bench import conditions
 from engine.bench.cpu import cpu_time
 from engine.bench.load import Load, watched
-from engine.bench.report import Slo, percentiles, summary
+from engine.bench.report import Slo, distribution, summary
 from engine.bench.work import Job, Shape, Work
-from engine.instance import Instance
 from quintet_client import AsyncClient
+from scripts.loaded_instance import make_parser, started, write
 
-SHAPES = Path(__file__).resolve().parent / "shapes"
 PROBE_SECONDS = 0.1
 PROBE_LIMIT_MS = 50.0
 SAMPLE_SECONDS = 1.0
@@ -119,17 +117,15 @@ def memory(samples: list[int]) -> dict[str, Any]:
 
 def soak(args: argparse.Namespace) -> dict[str, Any]:
     surroundings = conditions.machine()
-    flags = ["--model", args.model, "--device", args.device, "--max-num-seqs", str(args.streams)]
-    flags += ["--max-num-batched-tokens", str(max(4096, args.streams)), "--disable-log-requests"]
-    with Instance.start([*flags, *shlex.split(args.serve_flags)]) as instance:
-        pids = {f"{stage['kind']}-{stage['index']}": stage["pid"] for stage in instance.stages}
-        pids["supervisor"] = instance.pid
+    flags = ["--max-num-seqs", str(args.streams), "--disable-log-requests"]
+    flags += ["--max-num-batched-tokens", str(max(4096, args.streams))]
+    with started(args, flags) as (address, pids):
         # Not forked: grpc does not survive that.
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
-        prober = multiprocessing.get_context("spawn").Process(target=probe, args=(instance.address, theirs))
+        prober = multiprocessing.get_context("spawn").Process(target=probe, args=(address, theirs))
         prober.start()
         try:
-            total, samples = uvloop.run(load_for(instance.address, pids, args))
+            total, samples = uvloop.run(load_for(address, pids, args))
             cpu = {name: cpu_time(pid).running / total["seconds"] for name, pid in pids.items()}
             ours.send("stop")
             probes: list[Probe] = ours.recv()
@@ -145,8 +141,8 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
             "count": len(probes),
             "failed": len(wrong),
             "reasons": sorted(set(wrong)),
-            "ms": percentiles([probe.seconds * 1e3 for probe in probes]),
-            "ms_of_server": percentiles([(probe.seconds - probe.waiting) * 1e3 for probe in probes]),
+            "ms": distribution([probe.seconds * 1e3 for probe in probes]),
+            "ms_of_server": distribution([(probe.seconds - probe.waiting) * 1e3 for probe in probes]),
         },
         "memory": {name: memory(values) for name, values in samples.items()},
         "cpu_share": cpu,
@@ -189,20 +185,12 @@ def in_words(times: dict[str, float]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default=str(SHAPES / "llama-3.1-8b"), help="a folder with a config.json")
-    parser.add_argument("--device", default="sim:h200", help="as of `quintet serve` (%(default)s)")
-    parser.add_argument("--streams", type=int, default=2000, help="at once (%(default)s)")
-    parser.add_argument("--minutes", type=float, default=10.0, help="%(default)g")
-    parser.add_argument("--prompt-tokens", type=int, default=128, help="%(default)s")
-    parser.add_argument("--output-tokens", type=int, default=128, help="%(default)s")
-    parser.add_argument("--serve-flags", default="", help="more flags of `quintet serve`")
-    parser.add_argument("-o", dest="output", type=Path, help="write the result with all samples as JSON")
+    parser = make_parser(__doc__, streams=2000, prompt_tokens=128, output_tokens=128)
+    parser.add_argument("--minutes", type=number(), default=10.0, help="minutes of load (default: %(default)g)")
     args = parser.parse_args()
     result = soak(args)
     show(result)
-    if args.output is not None:
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(result, args.output)
     return 1 if failures(result) else 0
 
 

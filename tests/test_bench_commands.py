@@ -139,7 +139,7 @@ def test_matplotlib_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         (["online", "--rate", "0"], "above 0"),
         (["online", "--rate", "1", "--work", "talk"], "'talk' is none of"),
         (["online", "--rate", "1", "--lengths", "/nowhere"], "/nowhere"),
-        (["host", "--model", MODEL, "--batch", "1,0"], "1 or more"),
+        (["host", "--model", MODEL, "--batch", "1,0"], "must be at least 1, got 0"),
     ],
 )
 def test_flags_that_cannot_be(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:

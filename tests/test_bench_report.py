@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from engine.bench.clock import TokenClock
 from engine.bench.load import Call
-from engine.bench.report import Slo, by_class, percentiles, records, summary
+from engine.bench.report import Slo, by_class, distribution, records, summary
 from engine.bench.served import warnings
-from engine.cli.printing import TokenClock
 from quintet_client.options import WorkClassName
 from scripts.bench_ring import limit
 from scripts.soak import memory
@@ -19,16 +19,16 @@ def call(
     """A call of 10 prompt tokens, whose first token came `first` after its start and the others `gap` apart."""
     clock = TokenClock(started)
     for number in range(tokens):
-        clock.take(1, started + first + number * gap)
+        clock.count(1, started + first + number * gap)
     ended = started + first + max(tokens - 1, 0) * gap
     return Call(work_class, 10, clock, sent=started + 0.001, ended=ended, cached_tokens=4, error=error)
 
 
 def test_percentiles_are_values_that_were_measured() -> None:
-    assert percentiles([4.0, 1.0, 3.0, 2.0]) == {"mean": 2.5, "p50": 2.0, "p90": 4.0, "p99": 4.0, "max": 4.0}
-    assert percentiles([float(n) for n in range(1, 101)])["p99"] == 99.0
-    assert percentiles([7.0]) == dict.fromkeys(("mean", "p50", "p90", "p99", "max"), 7.0)
-    assert percentiles([]) == {}
+    assert distribution([4.0, 1.0, 3.0, 2.0]) == {"mean": 2.5, "p50": 2.0, "p90": 4.0, "p99": 4.0, "max": 4.0}
+    assert distribution([float(n) for n in range(1, 101)])["p99"] == 99.0
+    assert distribution([7.0]) == dict.fromkeys(("mean", "p50", "p90", "p99", "max"), 7.0)
+    assert distribution([]) == {}
 
 
 def test_summary_of_three_calls() -> None:

@@ -102,10 +102,13 @@ def options(config: ServeConfig, kind: StageKind) -> object:
         (["--port", "70000"], "argument --port: must be between 0 and 65535, got 70000"),
         (["--port", "http"], "argument --port: must be a whole number, got 'http'"),
         (["--max-num-seqs", "0"], "argument --max-num-seqs: must be between 1 and 65536, got 0"),
-        (["--gpu-memory-utilization", "nan"], "argument --gpu-memory-utilization: must be a number above 0, got 'nan'"),
+        (
+            ["--gpu-memory-utilization", "nan"],
+            "argument --gpu-memory-utilization: must be a number above 0 and at most 1, got 'nan'",
+        ),
         (
             ["--gpu-memory-utilization", "1.5"],
-            "argument --gpu-memory-utilization: must be above 0 and at most 1, got 1.5",
+            "argument --gpu-memory-utilization: must be a number above 0 and at most 1, got '1.5'",
         ),
         (["--drain-timeout", "-1"], "argument --drain-timeout: must be a number above 0, got '-1'"),
         (

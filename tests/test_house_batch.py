@@ -220,7 +220,6 @@ def test_two_runs_do_not_share_an_output(tmp_path: Path) -> None:
         (["missing.jsonl", "-o", "out.jsonl"], "missing.jsonl"),
         (["in.jsonl", "-o", "no/folder/out.jsonl"], "no/folder/out.jsonl"),
         (["in.jsonl", "-o", "/dev/null"], "not a regular file"),
-        (["in.jsonl", "-o", "out.jsonl", "--concurrency", "0"], "--concurrency"),
     ],
 )
 def test_what_cannot_begin_exits_2(
@@ -234,6 +233,13 @@ def test_what_cannot_begin_exits_2(
     write(tmp_path / "in.jsonl", {"prompt": "a"})
     assert main(["batch", *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_concurrency_of_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["batch", "in.jsonl", "-o", "out.jsonl", "--concurrency", "0"])
+    assert ended.value.code == 2
+    assert "argument --concurrency: must be at least 1, got 0" in capsys.readouterr().err
 
 
 def test_a_full_disk_leaves_whole_lines_only(fake: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.bench.clock import TokenClock, percentiles
 from engine.cli import main
-from engine.cli.printing import TokenClock, percentile
 from tests.fake_server import Failure, FakeServer, serving
 
 
@@ -146,7 +146,7 @@ def test_a_reader_that_leaves_ends_it_quietly(fake: FakeServer) -> None:
 def test_clock_by_hand() -> None:
     clock = TokenClock(started=10.0)
     for tokens, now in ((0, 10.1), (1, 10.2), (1, 10.3), (2, 10.5), (0, 10.9)):
-        clock.take(tokens, now)
+        clock.count(tokens, now)
     numbers = clock.numbers()
     assert numbers["ttft_ms"] == pytest.approx(200)
     assert clock.gaps == pytest.approx([0.1, 0.1, 0.1])
@@ -155,7 +155,7 @@ def test_clock_by_hand() -> None:
 
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0, 100))
 def test_percentile_is_a_value_with_enough_below(values: list[float], percent: float) -> None:
-    found = percentile(values, percent)
+    (found,) = percentiles(values, [percent])
     assert found in values
     assert sum(value <= found for value in values) >= len(values) * percent / 100
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import psutil
 
-from engine.cli.status import status_of
 from quintet_client import AsyncClient
 
 
@@ -33,8 +32,22 @@ def command_line() -> Sequence[str]:
 
 
 async def server(client: AsyncClient) -> dict[str, Any]:
-    """What `quintet status --json` says of the server. Raises QuintetError."""
-    return status_of(await client.get_server_info(), await client.get_load(), await client.get_model_info())
+    """Describe what the server runs, and how busy it is at this moment. Raises QuintetError."""
+    info, load, model = await client.get_server_info(), await client.get_load(), await client.get_model_info()
+    return {
+        "address": info.address,
+        "versions": dict(info.versions),
+        "uptime_seconds": info.uptime_seconds,
+        "in_flight_requests": load.in_flight_requests,
+        "model": model.model,
+        "device": model.device,
+        "dtype": model.dtype,
+        "max_model_len": model.max_model_len,
+        "num_pages": model.num_pages,
+        "page_size": model.page_size,
+        "max_num_seqs": model.max_num_seqs,
+        "max_num_batched_tokens": model.max_num_batched_tokens,
+    }
 
 
 def in_words(conditions: dict[str, Any]) -> str:

@@ -17,17 +17,13 @@ from engine.bench import conditions
 from engine.bench.cpu import cpu_time
 from engine.bench.pair import Beat, Pair, PairError
 from engine.config import ServeConfig
-from engine.models import ModelError, prepare
+from engine.models import prepare
 from proto.model import ModelManifest
 
 _SINK_SECONDS = 0.001  # between looks: few, so that the sink takes little from two CPUs
 _CHECK_SECONDS = 0.25
 _SETTLE_SECONDS = 0.5  # after the last prompt's prefill
 _FILL_SECONDS = 120.0
-
-
-class HostError(RuntimeError):
-    """It could not be measured; the text says why."""
 
 
 def measure(
@@ -41,12 +37,9 @@ def measure(
     output_tokens: int,
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
-    """One case for each batch and depth, each with processes of its own. Raises HostError."""
+    """Measure each batch at each depth, with processes of its own. Raises ModelError, ConfigError, PairError."""
     surroundings = conditions.machine()
-    try:
-        manifest = prepare(model, weights_needed=False)
-    except ModelError as error:
-        raise HostError(str(error)) from None
+    manifest = prepare(model, weights_needed=False)
     cases = []
     for batch, depth in itertools.product(batches, depths):
         tell(f"batch {batch}, depth {depth}")
@@ -58,10 +51,7 @@ def measure(
             max_num_batched_tokens=max(4096, batch),
         )
         load = _ClosedLoop(manifest.config.vocab_size, batch, prompt_tokens, output_tokens)
-        try:
-            cases.append({"batch": batch, "depth": depth, **_case(config, manifest, load, seconds)})
-        except PairError as error:
-            raise HostError(str(error)) from None
+        cases.append({"batch": batch, "depth": depth, **_case(config, manifest, load, seconds)})
     return {
         "conditions": {
             **surroundings,

@@ -8,8 +8,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from engine.bench.clock import TokenClock
 from engine.bench.work import Job
-from engine.cli.printing import TokenClock
 from quintet_client import AsyncClient, GenerateOptions, QuintetError
 from quintet_client.options import WorkClassName
 from quintet_client.v1 import inference_pb2 as pb
@@ -87,7 +87,7 @@ class Load:
         chunks: AsyncGenerator[pb.GenerateChunk, None]
         async with aclosing(self._client.generate_stream(job.prompt, timeout=self._timeout, **options)) as chunks:
             async for chunk in chunks:
-                call.clock.take(len(chunk.token_ids), time.monotonic())
+                call.clock.count(len(chunk.token_ids), time.monotonic())
                 self.tokens += len(chunk.token_ids)
         call.cached_tokens = chunk.usage.cached_tokens
 

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from engine.bench.clock import percentiles
 from engine.bench.load import Call
 
 PERCENTS = (50, 90, 99)
@@ -30,14 +29,13 @@ class Slo:
         return not (late or slow)
 
 
-def percentiles(values: Sequence[float]) -> dict[str, float]:
+def distribution(values: Sequence[float]) -> dict[str, float]:
     """Mean, p50, p90, p99 (by nearest rank) and max; empty for no value."""
     if not values:
         return {}
-    array = np.asarray(values)
-    ranks = np.percentile(array, PERCENTS, method="inverted_cdf")
-    named = {f"p{percent}": float(rank) for percent, rank in zip(PERCENTS, ranks, strict=True)}
-    return {"mean": float(array.mean()), **named, "max": float(array.max())}
+    names = (*(f"p{percent}" for percent in PERCENTS), "max")
+    ranks = percentiles(values, (*PERCENTS, 100))
+    return {"mean": sum(values) / len(values), **dict(zip(names, ranks, strict=True))}
 
 
 def summary(calls: Sequence[Call], seconds: float, slo: Slo) -> dict[str, Any]:
@@ -57,10 +55,12 @@ def summary(calls: Sequence[Call], seconds: float, slo: Slo) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "cached_tokens": sum(call.cached_tokens for call in good),
         "prompt_tokens_per_second": prompt / seconds,
-        "ttft_ms": percentiles([numbers["ttft_ms"] for call in good if "ttft_ms" in (numbers := call.clock.numbers())]),
-        "itl_ms": percentiles([gap * 1e3 for call in good for gap in call.clock.gaps]),
-        "e2e_ms": percentiles([call.seconds * 1e3 for call in good]),
-        "sent_late_ms": percentiles([(call.sent - call.clock.started) * 1e3 for call in calls]),
+        "ttft_ms": distribution(
+            [numbers["ttft_ms"] for call in good if "ttft_ms" in (numbers := call.clock.numbers())]
+        ),
+        "itl_ms": distribution([gap * 1e3 for call in good for gap in call.clock.gaps]),
+        "e2e_ms": distribution([call.seconds * 1e3 for call in good]),
+        "sent_late_ms": distribution([(call.sent - call.clock.started) * 1e3 for call in calls]),
         "goodput": {
             "slo_ttft_ms": slo.ttft_ms,
             "slo_itl_ms": slo.itl_ms,

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine.cli.errors import FAILED, INTERRUPTED, USED_WRONGLY, CommandError, complain
 from engine.cli.streams import give_up_stdout, open_missing
 
 _COMMANDS = {
@@ -22,20 +23,23 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code: 0 done, 1 failed, 2 used wrongly."""
+    """Entry point; returns the exit code: 0 done, 1 failed, 2 used wrongly, 130 interrupted."""
     open_missing()
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
+    except CommandError as error:
+        complain(str(error))
+        return error.code
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:  # whoever read our output left
         give_up_stdout()
-        return 1
+        return FAILED
     except OSError as error:  # a full disk behind stdout, say; commands explain those of their own files
-        sys.stderr.write(f"quintet: {error.filename + ': ' if error.filename else ''}{error.strerror or error}\n")
+        complain(f"{error.filename + ': ' if error.filename else ''}{error.strerror or error}")
         give_up_stdout()
-        return 1
+        return FAILED
     return code
 
 
@@ -43,10 +47,9 @@ def _run(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="quintet", description="LLM inference engine in five processes.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     if words and words[0] in _COMMANDS:
-        # Not after the import, which a foreign `proto` would end in a traceback. The doctor tells of it in its own way.
+        # Before the import, which a foreign `proto` would end in a traceback. The doctor tells of it in its own way.
         if words[0] != "doctor" and (clash := _foreign_proto()):
-            sys.stderr.write(f"quintet: error: {clash}\n")
-            return 2
+            raise CommandError(clash, USED_WRONGLY)
         module = importlib.import_module(f"engine.cli.{words[0]}")
         module.add_parser(commands)
         return int(module.run(parser.parse_args(words)))

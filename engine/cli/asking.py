@@ -1,9 +1,9 @@
 """How a command's flags become a request: shared by `quintet generate` and `quintet chat`."""
 
 import argparse
-import math
 from typing import cast
 
+from engine.arguments import number
 from proto.messages import RequestParams, Sampling
 from proto.parameters import Parameter, parameters_of
 from quintet_client import ChatMessage, GenerateOptions
@@ -17,7 +17,7 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling and stopping (defaults: the server's)")
     for parameter in _FLAGS:
         _add_flag(group, parameter)
-    parser.add_argument("--timeout", type=_seconds, metavar="S", help="seconds after which the server gives up")
+    parser.add_argument("--timeout", type=number(), metavar="S", help="give up after S seconds")
 
 
 def _add_flag(group: "argparse._ArgumentGroup", parameter: Parameter) -> None:
@@ -31,16 +31,6 @@ def _add_flag(group: "argparse._ArgumentGroup", parameter: Parameter) -> None:
         text = f"{spec.help} (default: %(default)s)" if name in _DEFAULTS else spec.help
         default = _DEFAULTS.get(name)
         group.add_argument(flag, dest=name, type=parameter.kind, default=default, metavar=spec.metavar, help=text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return seconds
 
 
 def options_of(args: argparse.Namespace) -> GenerateOptions:

@@ -14,14 +14,14 @@ import grpc
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from engine.arguments import whole
 from engine.cli.batch_file import BadLine, Job, Output, OutputError, count_lines, read_jobs
-from engine.cli.printing import complain, describe_error, finish_record
+from engine.cli.errors import USED_WRONGLY, CommandError, complain
+from engine.cli.printing import describe_error, finish_record
 from engine.cli.target import add_target_arguments, open_target
-from engine.instance import InstanceError
 from quintet_client import AsyncClient, QuintetError
 from quintet_client.v1 import inference_pb2 as pb
 
-INTERRUPTED = 130
 # These say nothing about the request: it is left out of the results, so that the next run tries it again.
 _NOT_ITS_FAULT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
@@ -37,22 +37,18 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("input", metavar="IN.jsonl", type=Path)
     parser.add_argument("-o", "--output", metavar="OUT.jsonl", type=Path, required=True)
     parser.add_argument(
-        "--concurrency", type=int, default=64, metavar="N", help="requests in flight at once (default: %(default)s)"
+        "--concurrency", type=whole(1), default=64, metavar="N", help="requests in flight (default: %(default)s)"
     )
     add_target_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0 every line has a result, 1 some failed, 2 it could not begin, 130 interrupted."""
-    if args.concurrency < 1:
-        complain(f"--concurrency must be at least 1, not {args.concurrency}")
-        return 2
+    """Exit code: 0 every line has a result, 1 some failed, 2 it could not begin."""
     try:
         total = count_lines(args.input)
         output = Output(args.output)
     except (OSError, OutputError) as error:
-        complain(str(error))
-        return 2
+        raise CommandError(str(error), USED_WRONGLY) from None
     with contextlib.closing(output):
         batch = Batch(args.input, total, output, args.concurrency)
         if batch.is_done():
@@ -61,15 +57,13 @@ def run(args: argparse.Namespace) -> int:
         try:
             with open_target(args) as address:
                 asyncio.run(batch.run(address))
-        except InstanceError as error:
-            complain(str(error))
-            return 2
+        except CommandError as error:  # no server
+            raise CommandError(str(error), USED_WRONGLY) from None
         except KeyboardInterrupt:
             complain("interrupted; the same command goes on from here")
-            return INTERRUPTED
+            raise
         except OSError as error:
-            complain(f"{args.output}: {error.strerror}")
-            return 2
+            raise CommandError(f"{args.output}: {error.strerror}", USED_WRONGLY) from None
     batch.show_summary()
     return batch.exit_code
 

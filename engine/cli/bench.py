@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,15 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
+from engine.arguments import number, output_file, whole
 from engine.bench.report import Slo
 from engine.bench.work import PRESETS, Work, preset_work, work_of_file
-from engine.cli.printing import complain, describe_error
+from engine.cli.errors import FAILED, USED_WRONGLY, CommandError
 from engine.cli.target import add_target_arguments, open_target
-from engine.instance import InstanceError
-from quintet_client import QuintetError
+from engine.config import ConfigError, ServeConfig
+from engine.flags import add_flags
+from engine.models import ModelError
 
-_INTERRUPTED = 130
 _WIDTH = 118
 _LEAST_SECONDS = 3.0
 _LONGEST_TIMEOUT = 1e6
@@ -36,11 +36,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Latency under a load. Each answer is streamed; token ids are random, and no answer ends early.",
     )
     either = online.add_mutually_exclusive_group(required=True)
-    either.add_argument("--rate", type=_positive, metavar="R", help="requests a second on average, in Poisson's times")
-    either.add_argument("--concurrency", type=_count, metavar="N", help="clients that each wait for their answer")
+    either.add_argument("--rate", type=number(), metavar="R", help="requests a second on average, in Poisson's times")
+    either.add_argument("--concurrency", type=whole(1), metavar="N", help="clients that each wait for their answer")
     _add_work(online, "chat")
-    online.add_argument("--slo-ttft-ms", type=_positive, metavar="MS", help="a good answer begins within MS")
-    online.add_argument("--slo-itl-ms", type=_positive, metavar="MS", help="and has a mean inter-token latency of MS")
+    online.add_argument("--slo-ttft-ms", type=number(), metavar="MS", help="a good answer begins within MS")
+    online.add_argument("--slo-itl-ms", type=number(), metavar="MS", help="and has a mean inter-token latency of MS")
     online.add_argument("--plot", type=_picture, metavar="FILE", help="write a PNG of the distributions")
     add_target(online)
     offline = kinds.add_parser(
@@ -48,7 +48,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="throughput: all requests as fast as the server takes them",
         description="Throughput: answers come whole, and twice as many requests are under way as the server can run.",
     )
-    offline.add_argument("--concurrency", type=_count, metavar="N", help="requests under way (2 × the server's rows)")
+    offline.add_argument("--concurrency", type=whole(1), metavar="N", help="requests under way (2 × the server's rows)")
     _add_work(offline, "batch")
     add_target(offline)
     host = kinds.add_parser(
@@ -57,25 +57,31 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="How busy the scheduler and worker loops keep a device that is simulated: all their code runs, "
         "only the arithmetic does not. Requests come from this process, and their tokens end here.",
     )
-    host.add_argument("--model", required=True, help="a folder with a config.json; no weights are needed")
-    host.add_argument("--device", default="sim:h200", help="as of `quintet serve` (default: %(default)s)")
+    add_flags(host, ServeConfig, only=("model",))
+    host.add_argument("--device", default="sim:h200", help="simulated device (default: %(default)s)")
     host.add_argument("--batch", type=_counts, default=[1, 32, 256], metavar="N,…", help="rows (default: 1,32,256)")
     host.add_argument("--depth", type=_counts, default=[1, 2, 3], metavar="N,…", help="pipeline depths (1,2,3)")
     host.add_argument(
-        "--seconds", type=_seconds, default=4.0, metavar="S", help="to measure each, at least 3 (%(default)g)"
+        "--seconds",
+        type=number(least=_LEAST_SECONDS),
+        default=4.0,
+        metavar="S",
+        help="to measure each, at least 3 (%(default)g)",
     )
-    host.add_argument("--prompt-tokens", type=_count, default=512, metavar="N", help="of a request (%(default)s)")
-    host.add_argument("--output-tokens", type=_count, default=256, metavar="N", help="of a request (%(default)s)")
-    host.add_argument("-o", dest="output", type=_output, metavar="FILE", help="write the result as JSON")
+    host.add_argument("--prompt-tokens", type=whole(1), default=512, metavar="N", help="of a request (%(default)s)")
+    host.add_argument("--output-tokens", type=whole(1), default=256, metavar="N", help="of a request (%(default)s)")
+    host.add_argument("-o", dest="output", type=output_file, metavar="FILE", help="write the result as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0 measured, 1 failed or some request did, 2 used wrongly, 130 interrupted: what there was is shown."""
+    """Exit code: 0 measured, 1 some request failed. An interrupted run is shown, then raises KeyboardInterrupt."""
     return _host(args) if args.kind == "host" else _served(args)
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", dest="output", type=_output, metavar="FILE", help="write result and conditions as JSON")
+    parser.add_argument(
+        "-o", dest="output", type=output_file, metavar="FILE", help="write result and conditions as JSON"
+    )
     add_target_arguments(parser)
     parser.add_argument("--device", metavar="D", help="with --model: of that instance, as sim:h200")
 
@@ -97,9 +103,15 @@ def _add_work(parser: argparse.ArgumentParser, preset: str) -> None:
         metavar="FILE",
         help='lengths to draw from, a JSON object a line: {"prompt_tokens": 512, "output_tokens": 256}',
     )
-    group.add_argument("--requests", type=_count, default=200, metavar="N", help="to send (default: %(default)s)")
-    group.add_argument("--seed", type=_seed, default=0, metavar="N", help="equal seeds send equal requests")
-    group.add_argument("--timeout", type=_timeout, default=600.0, metavar="S", help="for each (default: %(default)g)")
+    group.add_argument("--requests", type=whole(1), default=200, metavar="N", help="to send (default: %(default)s)")
+    group.add_argument("--seed", type=whole(0), default=0, metavar="N", help="equal seeds send equal requests")
+    group.add_argument(
+        "--timeout",
+        type=number(most=_LONGEST_TIMEOUT),
+        default=600.0,
+        metavar="S",
+        help="for each (default: %(default)g)",
+    )
 
 
 def _in_words(name: str) -> str:
@@ -115,12 +127,10 @@ def _served(args: argparse.Namespace) -> int:
     online = args.kind == "online"
     picture: Path | None = args.plot if online else None
     if picture is not None and (obstacle := plot.why_not()):
-        complain(obstacle)
-        return 2
+        raise CommandError(obstacle, USED_WRONGLY)
     if args.device is not None:
         if args.model is None:
-            complain("--device is for an instance that --model starts")
-            return 2
+            raise CommandError("--device needs --model, which starts the instance that it is for", USED_WRONGLY)
         args.serve_flags = ["--device", args.device, *args.serve_flags]
     slo = Slo(args.slo_ttft_ms, args.slo_itl_ms) if online else Slo()
     plan = Plan(
@@ -133,28 +143,21 @@ def _served(args: argparse.Namespace) -> int:
         seed=args.seed,
         timeout=args.timeout,
     )
-    address = args.address
-    try:
-        with open_target(args) as address:
-            result, calls = uvloop.run(measure(address, plan))
-    except QuintetError as error:
-        complain(describe_error(error, address))
-        return 1
-    except InstanceError as error:
-        complain(str(error))
-        return 1
+    with open_target(args) as address:
+        result, calls = uvloop.run(measure(address, plan))
     show(result, _console())
     _write(result, args.output)
     if picture is not None:
         server = result["conditions"]["server"]
         plot.plot(calls, slo, f"{plan.work.name} on {server['model']} ({server['device']})", picture)
     if result["interrupted"]:
-        return _INTERRUPTED
-    return 1 if result["result"]["errors"] else 0
+        raise KeyboardInterrupt
+    return FAILED if result["result"]["errors"] else 0
 
 
 def _host(args: argparse.Namespace) -> int:
-    from engine.bench.host import HostError, measure, show
+    from engine.bench.host import measure, show
+    from engine.bench.pair import PairError
 
     try:
         result = measure(
@@ -167,9 +170,8 @@ def _host(args: argparse.Namespace) -> int:
             output_tokens=args.output_tokens,
             tell=Console(stderr=True, highlight=False).print,
         )
-    except HostError as error:
-        complain(str(error))
-        return 1
+    except (ModelError, ConfigError, PairError) as error:
+        raise CommandError(str(error)) from None
     show(result, _console())
     _write(result, args.output)
     return 0
@@ -189,57 +191,14 @@ def _write(result: dict[str, Any], path: Path | None) -> None:
 # ------------------------------------------------------------------ values of flags
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be above 0")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = _positive(text)
-    if value < _LEAST_SECONDS:
-        raise argparse.ArgumentTypeError(f"{text} s hold too few heartbeats: {_LEAST_SECONDS:g} is the least")
-    return value
-
-
-def _timeout(text: str) -> float:
-    value = _positive(text)
-    if value > _LONGEST_TIMEOUT:
-        raise argparse.ArgumentTypeError(f"{text} s is more than {_LONGEST_TIMEOUT:g}")
-    return value
-
-
-def _seed(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
-    return value
-
-
-def _output(text: str) -> Path:
-    """Refused before the measurement, not after it."""
-    path = Path(text)
-    if not os.access(path.parent, os.W_OK) or path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} cannot be written")
-    return path
-
-
 def _picture(text: str) -> Path:
     if not text.endswith(".png"):
         raise argparse.ArgumentTypeError(f"{text} does not end in .png")
-    return _output(text)
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
-    return value
+    return output_file(text)
 
 
 def _counts(text: str) -> list[int]:
-    return [_count(part) for part in text.split(",")]
+    return [whole(1)(part) for part in text.split(",")]
 
 
 def _work(text: str) -> Work:

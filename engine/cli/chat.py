@@ -7,12 +7,11 @@ from collections.abc import Callable
 from contextlib import closing
 
 from engine.cli.asking import add_request_arguments, options_of
-from engine.cli.printing import complain, describe_error
+from engine.cli.errors import complain
+from engine.cli.printing import describe_error
 from engine.cli.target import add_target_arguments, open_target
-from engine.instance import InstanceError
 from quintet_client import ChatMessage, Client, GenerateOptions, QuintetError
 
-INTERRUPTED = 130
 HELP = """\
 /help          this text
 /reset         forget the conversation
@@ -34,26 +33,16 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0, or 1 when a turn failed and nobody sat there to see it, 130 interrupted."""
-    address = args.address
+    """Exit code: 0, or 1 when a turn failed and nobody sat there to see it."""
     interactive = sys.stdin.isatty()
-    try:
-        with open_target(args) as address, Client(address, timeout=args.timeout) as client:
-            model = client.get_model_info().model
-            if interactive:
-                with contextlib.suppress(ImportError):
-                    import readline  # noqa: F401  (gives input() its line editing)
-                sys.stderr.write(f"{model} at {address}. /help tells the commands.\n")
-            chat = ChatLoop(client, args.system, options_of(args), _read_line, sys.stdout.write)
-            chat.run(interactive)
-    except QuintetError as error:
-        complain(describe_error(error, address))
-        return 1
-    except InstanceError as error:
-        complain(str(error))
-        return 1
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    with open_target(args) as address, Client(address, timeout=args.timeout) as client:
+        model = client.get_model_info().model
+        if interactive:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  (gives input() its line editing)
+            sys.stderr.write(f"{model} at {address}. /help lists the commands.\n")
+        chat = ChatLoop(client, args.system, options_of(args), _read_line, sys.stdout.write)
+        chat.run(interactive)
     return 1 if chat.failed and not interactive else 0
 
 

@@ -17,8 +17,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from engine.arguments import whole
+from engine.port import DEFAULT_PORT
+
 _DISTRIBUTION = "quintet-llm"
-_DEFAULT_PORT = 50051
 _MIN_PYTHON = (3, 11)
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 _CPU_PACKAGES = ("torch", "safetensors", "numba")
@@ -50,8 +52,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="say what this machine can run, and why not",
         description="Say what this machine can run, and why not. Exit status 0 if the CPU backend can run.",
     )
-    parser.add_argument("--port", type=int, default=_DEFAULT_PORT, help=f"to look at ({_DEFAULT_PORT})")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument(
+        "--port", type=whole(1, 65535), default=DEFAULT_PORT, metavar="N", help="port to look at (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 
 from engine.arguments import size, whole
+from engine.cli.errors import CommandError
 from engine.config import MEMORY_SHARE, PAGE_SIZE, ServeConfig
 from engine.flags import add_flags
 from engine.models import ModelError, ProgressLines, read_config
@@ -59,7 +60,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0 shown, 1 when the model or a length cannot be used, or nothing fits."""
+    """Exit code: 0 shown. Raises CommandError when the model or a length cannot be used, or nothing fits."""
     try:
         config = read_config(args.model, ProgressLines(sys.stderr))
         result = estimate(
@@ -73,8 +74,7 @@ def run(args: argparse.Namespace) -> int:
             utilization=args.gpu_memory_utilization or MEMORY_SHARE,
         )
     except (ModelError, ValueError) as error:
-        sys.stderr.write(f"quintet: {error}\n")
-        return 1
+        raise CommandError(str(error)) from None
     sys.stdout.write(json.dumps(asdict(result), indent=2) + "\n" if args.json else _table(result))
     return 0
 

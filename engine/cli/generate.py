@@ -7,14 +7,13 @@ import time
 from contextlib import closing
 from typing import Any
 
+from engine.bench.clock import TokenClock
 from engine.cli.asking import add_request_arguments, conversation, options_of
-from engine.cli.printing import TokenClock, complain, describe_error, finish_record, stats_lines
+from engine.cli.errors import USED_WRONGLY, CommandError
+from engine.cli.printing import finish_record, stats_lines
 from engine.cli.target import add_target_arguments, open_target
-from engine.instance import InstanceError
-from quintet_client import Client, GenerateOptions, Prompt, QuintetError
+from quintet_client import Client, GenerateOptions, Prompt
 from quintet_client.v1 import inference_pb2 as pb
-
-INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -35,27 +34,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0 answered, 1 failed, 130 interrupted."""
+    """Exit code: 0 answered; everything else is raised."""
     if args.raw and args.system is not None:
-        complain("--system is for a chat, not for --raw text")
-        return 2
+        raise CommandError("--system is for a chat, not for --raw text", USED_WRONGLY)
     text = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
-    address = args.address
-    try:
-        with open_target(args) as address, Client(address, timeout=args.timeout) as client:
-            prompt = _prompt(client, args, text)
-            return _answer(client, prompt, options_of(args), args)
-    except QuintetError as error:
-        complain(describe_error(error, address))
-        return 1
-    except InstanceError as error:
-        complain(str(error))
-        return 1
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except ValueError as error:  # a number that no message can hold
-        complain(str(error))
-        return 1
+    with open_target(args) as address, Client(address, timeout=args.timeout) as client:
+        try:
+            return _answer(client, _prompt(client, args, text), options_of(args), args)
+        except ValueError as error:  # a number that no message can hold
+            raise CommandError(str(error)) from None
 
 
 def _prompt(client: Client, args: argparse.Namespace, text: str) -> Prompt:
@@ -72,7 +59,7 @@ def _answer(client: Client, prompt: Prompt, options: GenerateOptions, args: argp
     last = pb.GenerateChunk()
     with closing(client.generate_stream(prompt, **options)) as chunks:
         for chunk in chunks:
-            clock.take(len(chunk.token_ids), time.monotonic())
+            clock.count(len(chunk.token_ids), time.monotonic())
             if chunk.HasField("prompt"):
                 answer.prompt.CopyFrom(chunk.prompt)
             output.text += chunk.text

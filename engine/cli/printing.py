@@ -1,18 +1,10 @@
-"""What the commands say: errors in one line, and how fast an answer came."""
-
-import math
-import sys
-from dataclasses import dataclass, field
+"""What the commands print: errors in one line, and how fast an answer came."""
 
 import grpc
 
+from engine.bench.clock import TokenClock
 from quintet_client import FieldViolation, QuintetError
 from quintet_client.v1 import inference_pb2 as pb
-
-
-def complain(text: str) -> None:
-    """One line on stderr."""
-    sys.stderr.write(f"quintet: {text}\n")
 
 
 def describe_error(error: QuintetError, address: str = "") -> str:
@@ -40,51 +32,6 @@ def finish_record(finish: pb.Finish) -> dict[str, str | int]:
     if matched is not None:
         record[matched] = getattr(finish, matched)
     return record
-
-
-def percentile(values: list[float], percent: float) -> float:
-    """By nearest rank; `values` must not be empty."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
-
-
-@dataclass
-class TokenClock:
-    """When the tokens of one stream arrived at the caller. Times in seconds of one monotonic clock.
-
-    TTFT is from the call to the first chunk with a token. An inter-token latency (ITL) is the time between two
-    such chunks, shared evenly by the tokens of the later one.
-    """
-
-    started: float
-    first: float | None = None
-    last: float = 0.0
-    tokens: int = 0
-    gaps: list[float] = field(default_factory=list)
-
-    def take(self, tokens: int, now: float) -> None:
-        """A chunk with this many tokens came."""
-        if tokens == 0:
-            return
-        if self.first is None:
-            self.first = now
-        else:
-            self.gaps += [(now - self.last) / tokens] * tokens
-        self.last = now
-        self.tokens += tokens
-
-    def numbers(self) -> dict[str, float]:
-        """In ms, and tokens a second over all but the first token; what cannot be known yet is left out."""
-        numbers: dict[str, float] = {}
-        if self.first is not None:
-            numbers["ttft_ms"] = (self.first - self.started) * 1e3
-        if self.gaps:
-            numbers["itl_mean_ms"] = sum(self.gaps) / len(self.gaps) * 1e3
-            numbers["itl_p50_ms"] = percentile(self.gaps, 50) * 1e3
-            numbers["itl_p99_ms"] = percentile(self.gaps, 99) * 1e3
-            if self.last > (self.first or 0.0):
-                numbers["tokens_per_second"] = len(self.gaps) / (self.last - (self.first or 0.0))
-        return numbers
 
 
 def stats_lines(clock: TokenClock, last: pb.GenerateChunk) -> list[str]:

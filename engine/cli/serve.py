@@ -1,10 +1,10 @@
 """`quintet serve`: run an instance. Its flags are the fields of `engine.config.ServeConfig`."""
 
 import argparse
-import sys
 
 from engine.arguments import only
 from engine.cli.doctor import lacking_for_cuda
+from engine.cli.errors import USED_WRONGLY, CommandError
 from engine.config import NOT_BUILT, ConfigError, ServeConfig
 from engine.flags import add_flags, values_of
 
@@ -30,8 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal; returns the exit code."""
     config = config_of(args)
     if config.device == "cuda" and (lacking := lacking_for_cuda()):
-        sys.stderr.write(f"quintet serve: error: --device cuda: {'; '.join(lacking)} (see `quintet doctor`)\n")
-        return 2
+        raise CommandError(f"--device cuda: {'; '.join(lacking)} (see `quintet doctor`)", USED_WRONGLY)
     from engine.supervisor import serve  # takes long, and --help does not need it
 
     return serve(config)

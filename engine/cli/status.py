@@ -8,11 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from engine.cli.printing import complain, describe_error
-from engine.cli.target import add_address_argument
+from engine.cli.target import add_address_argument, calls_explained
 from proto.ids import StageKind
 from proto.metrics import METRICS
-from quintet_client import Client, QuintetError
+from quintet_client import Client
 from quintet_client.v1 import control_pb2 as pb
 
 _TIMEOUT = 5.0  # seconds: a healthy server answers in milliseconds
@@ -31,13 +30,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0 shown, 1 no answer."""
-    try:
-        with Client(args.address, timeout=_TIMEOUT) as client:
-            info, load, model = client.get_server_info(), client.get_load(), client.get_model_info()
-    except QuintetError as error:
-        complain(describe_error(error, args.address))
-        return 1
+    """Exit code: 0 shown; everything else is raised."""
+    with calls_explained(args.address), Client(args.address, timeout=_TIMEOUT) as client:
+        info, load, model = client.get_server_info(), client.get_load(), client.get_model_info()
     status = status_of(info, load, model)
     if args.json:
         sys.stdout.write(json.dumps(status, indent=2) + "\n")

@@ -10,62 +10,71 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from engine.instance import Instance
-
-DEFAULT_ADDRESS = "127.0.0.1:50051"
+from engine.arguments import host_port
+from engine.cli.errors import USED_WRONGLY, CommandError
+from engine.cli.printing import describe_error
+from engine.instance import Instance, InstanceError
+from engine.port import DEFAULT_HOST, DEFAULT_PORT
+from quintet_client import QuintetError
 
 
 def add_address_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
-        type=_address,
-        default=DEFAULT_ADDRESS,
-        help="a running server (default: %(default)s)",
+        type=host_port,
+        default=f"{DEFAULT_HOST}:{DEFAULT_PORT}",
+        help="server to talk to (default: %(default)s)",
     )
 
 
-def _address(text: str) -> str:
-    host, colon, port = text.rpartition(":")
-    if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
-        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT with a port of 1..65535")
-    return text
-
-
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--address`, or `--model` with `--serve-flags` for the instance that it starts."""
+    """Declare `--address`, and `--model` with `--serve-flags` for an instance of the command's own."""
     group = parser.add_argument_group("server")
     either = group.add_mutually_exclusive_group()
     add_address_argument(either)
-    either.add_argument("--model", help="start an instance for this command alone: demo, a folder, a .gguf, org/name")
+    either.add_argument("--model", help="start an instance of this model for the command: see `quintet serve --help`")
     group.add_argument(
         "--serve-flags",
         metavar="'FLAGS'",
         type=shlex.split,
         default=[],
-        help="more flags of `quintet serve` for that instance, as in --serve-flags='--dtype float32'",
+        help="flags of `quintet serve` for the instance that --model starts, as in --serve-flags='--dtype float32'",
     )
 
 
 @contextmanager
 def open_target(args: argparse.Namespace) -> Iterator[str]:
-    """Address of the server that `args` name; an instance of our own ends with the context.
+    """Give the address of the server that `args` name; an instance of our own ends with the context.
 
-    Raises InstanceError when that does not come up.
+    Raises CommandError when that does not come up, and for failed calls inside the context.
     """
     if args.model is None:
         if args.serve_flags:
-            raise SystemExit("quintet: --serve-flags are for an instance that --model starts")
-        yield args.address
+            raise CommandError("--serve-flags needs --model, which starts the instance that they are for", USED_WRONGLY)
+        with calls_explained(args.address):
+            yield args.address
         return
-    with Console(stderr=True).status(f"starting {args.model}") as status:
-        instance = Instance.start(["--model", args.model, *args.serve_flags], echo=_LastLine(status))
-    with instance:
-        yield instance.address
+    try:
+        with Console(stderr=True).status(f"starting {args.model}") as status:
+            instance = Instance.start(["--model", args.model, *args.serve_flags], echo=_LastLine(status))
+        with instance, calls_explained(instance.address):
+            yield instance.address
+    except InstanceError as error:
+        raise CommandError(str(error)) from None
+
+
+@contextmanager
+def calls_explained(address: str) -> Iterator[None]:
+    """Turn the error of a failed call into a CommandError."""
+    try:
+        yield
+    except QuintetError as error:
+        raise CommandError(describe_error(error, address)) from None
 
 
 class _LastLine(io.StringIO):
-    """A stream that shows the last line written to it beside a spinner, where there is a terminal."""
+    """A stream that shows the last line written to it beside a spinner, if there is a terminal."""
 
     def __init__(self, status: Status) -> None:
         super().__init__()
