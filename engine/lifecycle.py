@@ -8,10 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from engine.actions import Action, Announce, Kill, Say, Start, Tell
 from engine.hangs import HangWatch
-from engine.stages import Stage, Vitals
-from engine.wording import advise, describe_end, describe_progress
+from engine.runtime.stage import ExitCode
+from engine.stages import (
+    Action,
+    Announce,
+    Kill,
+    Say,
+    StageRecord,
+    Start,
+    Tell,
+    Vitals,
+    advise,
+    describe_end,
+    describe_progress,
+)
 from proto.ids import SUPERVISOR, Address, StageKind
 from proto.messages import (
     SCHEMA_HASH,
@@ -64,13 +75,15 @@ class Lifecycle:
 
     def __init__(self, stages: Sequence[tuple[Address, bool]], limits: Limits, incarnation: int, pid: int) -> None:
         """`stages` are addresses with whether a wrapper stands in front; `incarnation` and `pid` are our own."""
-        self.stages = {address: Stage(address, wrapped) for address, wrapped in stages}
+        self.stages = {address: StageRecord(address, wrapped) for address, wrapped in stages}
         self.phase = Phase.STARTING
         self.failure = ""
         self._limits = limits
         self._hangs = HangWatch(list(self.stages), limits.stall)
         self._last_incarnation = incarnation
-        self._supervisor = Stage(SUPERVISOR, wrapped=False, incarnation=incarnation, pid=pid, state=StageState.READY)
+        self._supervisor = StageRecord(
+            SUPERVISOR, wrapped=False, incarnation=incarnation, pid=pid, state=StageState.READY
+        )
         self._time = 0.0  # seconds that we were awake
         self._last_tick: float | None = None
         self._next_world = 0.0
@@ -83,7 +96,7 @@ class Lifecycle:
         """0 after a stop that was asked for, 1 after a failure; None while the instance lives."""
         if self.phase is not Phase.ENDED:
             return None
-        return 1 if self.failure else 0
+        return ExitCode.FAILED if self.failure else ExitCode.OK
 
     def world(self) -> World:
         """Snapshot for the stages."""
@@ -210,13 +223,13 @@ class Lifecycle:
 
     # ------------------------------------------------------------------ starting
 
-    def _start(self, stage: Stage) -> None:
+    def _start(self, stage: StageRecord) -> None:
         self._last_incarnation += 1
         stage.incarnation = self._last_incarnation
         self._hangs.on_message(stage.address, self._time)
         self._do(Start(stage.address, stage.incarnation))
 
-    def _on_ready(self, stage: Stage, ready: Ready) -> None:
+    def _on_ready(self, stage: StageRecord, ready: Ready) -> None:
         if ready.schema != SCHEMA_HASH:
             self._fail(
                 f"{stage.title} speaks schema {ready.schema}, the supervisor {SCHEMA_HASH}.\n"
@@ -230,14 +243,14 @@ class Lifecycle:
         self._do(Say(f"{stage.title} is ready"))
         self._tell_world()
 
-    def _on_progress(self, stage: Stage, progress: Progress) -> None:
+    def _on_progress(self, stage: StageRecord, progress: Progress) -> None:
         self._extend_startup()
         finished = 0 < progress.total <= progress.done
         if finished or progress.text != stage.progress or self._time >= stage.progress_shown + _PROGRESS_SECONDS:
             stage.progress, stage.progress_shown = progress.text, self._time
             self._do(Say(f"{stage.title}: {describe_progress(progress)}"))
 
-    def _on_serving(self, stage: Stage) -> None:
+    def _on_serving(self, stage: StageRecord) -> None:
         stage.serving = True
         if self.phase is Phase.STARTING and all(server.serving for server in self._servers()):
             self.phase = Phase.SERVING
@@ -257,7 +270,7 @@ class Lifecycle:
             "  Raise the limit if the machine is slow; --log-level debug shows what the stages do."
         )
 
-    def _on_heartbeat(self, stage: Stage, beat: Heartbeat) -> None:
+    def _on_heartbeat(self, stage: StageRecord, beat: Heartbeat) -> None:
         address = stage.address
         stage.counters, stage.histograms = beat.counters, beat.histograms
         self._hangs.on_heartbeat(address, beat, self._time)
@@ -271,10 +284,10 @@ class Lifecycle:
             if self._may_hang(stage) and self._hangs.is_silent(address, self._time):
                 self._on_hang(stage, "no heartbeat came")
 
-    def _may_hang(self, stage: Stage) -> bool:
+    def _may_hang(self, stage: StageRecord) -> bool:
         return stage.state is StageState.READY and self.phase in (Phase.STARTING, Phase.SERVING, Phase.DRAINING)
 
-    def _on_hang(self, stage: Stage, missing: str) -> None:
+    def _on_hang(self, stage: StageRecord, missing: str) -> None:
         how = f"hangs: {missing} and no CPU time was used for --stall-timeout {self._limits.stall:g} s"
         self._on_loss(stage, how, "Please report it, with the log above.", (), StageState.STOPPED)
 
@@ -282,7 +295,7 @@ class Lifecycle:
 
     def _on_loss(
         self,
-        stage: Stage,
+        stage: StageRecord,
         how: str,
         advice: str,
         last_lines: Sequence[str],
@@ -367,7 +380,7 @@ class Lifecycle:
         for stage in late:
             self._kill_one(stage)
 
-    def _kill_one(self, stage: Stage) -> None:
+    def _kill_one(self, stage: StageRecord) -> None:
         if stage.address not in self._killed:
             self._killed.add(stage.address)
             self._do(Kill(stage.address))
@@ -378,7 +391,7 @@ class Lifecycle:
     def _draining(self) -> bool:
         return self.phase not in (Phase.STARTING, Phase.SERVING)
 
-    def _servers(self) -> list[Stage]:
+    def _servers(self) -> list[StageRecord]:
         return [stage for address, stage in self.stages.items() if address.kind is StageKind.SERVER]
 
     def _tell_world(self, to_starting: bool = True) -> None:

@@ -1,9 +1,10 @@
-"""What the supervisor knows of its stages."""
+"""Stages as the supervisor sees them: what it knows of each, does with it, and tells of its work and end."""
 
+import signal
 from dataclasses import dataclass, field
 
-from proto.ids import Address
-from proto.messages import Facts, Histogram, StageInfo, StageState
+from proto.ids import Address, StageKind
+from proto.messages import Facts, Histogram, Progress, StageInfo, StageState, Stop, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class Vitals:
 
 
 @dataclass(slots=True)
-class Stage:
+class StageRecord:
     """One stage as the supervisor knows it. Only Lifecycle writes it."""
 
     address: Address
@@ -57,3 +58,77 @@ class Stage:
             counters=self.counters,
             histograms=self.histograms,
         )
+
+
+# What the lifecycle asks the supervisor to do.
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start this stage's process."""
+
+    address: Address
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send a message to a stage."""
+
+    address: Address
+    message: World | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """SIGKILL to a stage's process group, and to its own pid should that be elsewhere."""
+
+    address: Address
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Tell the operator."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """The instance serves: publish its address."""
+
+
+Action = Start | Tell | Kill | Say | Announce
+
+
+def describe_progress(progress: Progress) -> str:
+    """With a percentage, where the total is known."""
+    if progress.total:
+        return f"{progress.text} {100 * progress.done // progress.total}%"
+    return progress.text
+
+
+def describe_end(status: int | None) -> str:
+    """Of an exit code, or minus a signal; None = cannot be known."""
+    if status is None:
+        return "ended"
+    if status < 0:
+        return f"was killed by {_signal_name(-status)}"
+    return f"ended with exit code {status}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def advise(status: int | None, kind: StageKind) -> str:
+    """What the operator can do about such an end."""
+    if status == -signal.SIGKILL:
+        flags = "--num-pages or --kv-cache-memory-bytes" if kind is StageKind.WORKER else "--max-in-flight-bytes"
+        return f"If nobody sent it, the kernel ran out of memory (see dmesg): lower {flags}."
+    if status is not None and status < 0:
+        return "It crashed in native code: please report it, with the lines above."
+    return "Its log above says why; --log-level debug shows more."

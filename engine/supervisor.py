@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from engine.actions import Action, Announce, Kill, Say, Start, Tell
 from engine.config import ServeConfig
 from engine.console import Console
 from engine.documents import MODULES, Surroundings, command_line, stage_config
@@ -23,8 +22,9 @@ from engine.port import Port, PortError
 from engine.preparation import PreparationError, prepare_model
 from engine.processes import DeathPipe, Process, look_at
 from engine.rundir import RunDir, RunDirError
-from engine.runtime.stage import set_title
+from engine.runtime.stage import ExitCode, set_title
 from engine.signals import Signals
+from engine.stages import Action, Announce, Kill, Say, Start, Tell
 from proto.channel import ChannelError, Context, Inbox, Outbox
 from proto.ids import SUPERVISOR, Address, StageKind
 from proto.model import ModelManifest
@@ -32,7 +32,6 @@ from proto.model import ModelManifest
 _INCARNATION = 1
 _TICK_SECONDS = 0.2
 _BACKLOG_SECONDS = 0.01
-_USAGE_ERROR = 2
 _DRAFT = ".part"
 
 
@@ -54,7 +53,7 @@ def _serve(config: ServeConfig, modules: Mapping[StageKind, str], console: Conso
         run_dir = RunDir(config.run_dir)
     except (ReadyFileError, PortError, RunDirError) as error:
         console.forward(f"quintet serve: error: {error}")
-        return _USAGE_ERROR
+        return ExitCode.REFUSED
     pipe = DeathPipe()
     try:
         manifest = prepare_model(
@@ -69,11 +68,11 @@ def _serve(config: ServeConfig, modules: Mapping[StageKind, str], console: Conso
             return 0
         if refusal := refuse_division(manifest.config, config.tensor_parallel_size):
             console.forward(f"quintet serve: error: {refusal}")
-            return _USAGE_ERROR
+            return ExitCode.REFUSED
         return Supervisor(config, modules, manifest, port, run_dir.path, pipe, console, signals).run()
     except PreparationError as error:
         console.forward(f"quintet serve: error: {error}")
-        return _USAGE_ERROR
+        return ExitCode.REFUSED
     finally:
         # Whatever escaped the supervisor's own killing ends here.
         pipe.close()

@@ -3,9 +3,8 @@
 import time
 from collections import deque
 
-from engine.runtime.garbage import tame_gc
 from engine.runtime.metrics import HistogramRecorder
-from engine.runtime.stage import Stage, is_ready
+from engine.runtime.stage import Stage, is_ready, tame_gc
 from proto.config import SchedulerOptions
 from proto.ids import Address, StageKind
 from proto.messages import Heartbeat, Message, StageInfo, StepPlan, StepResult, WorkerFacts, World

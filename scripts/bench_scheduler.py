@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import msgspec
 import numpy as np
 
-from engine.runtime.garbage import tame_gc
+from engine.runtime.stage import tame_gc
 from proto.config import SchedulerOptions
 from proto.messages import Admit, Message, Sampling, StepPlan, StepResult, WorkerFacts, column
 from scheduler.core import Scheduler

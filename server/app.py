@@ -10,7 +10,7 @@ import uvloop
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
-from engine.runtime.stage import Stage
+from engine.runtime.stage import INTERNAL_ERROR, ExitCode, Stage
 from proto.config import ServerOptions
 from proto.ids import SUPERVISOR
 from proto.messages import ID_BYTES, RequestParams, Sampling, ServerFacts, Serving
@@ -44,8 +44,8 @@ def run(stage: Stage) -> NoReturn:
         # Not `uvloop.run`, which cancels the handlers that are left: their callers would see CANCELLED.
         code = uvloop.new_event_loop().run_until_complete(serve(stage))
     except Exception:
-        log.critical("this stage dies of a bug", exc_info=True)
-        code = 4
+        log.critical(INTERNAL_ERROR, exc_info=True)
+        code = ExitCode.BUG
     stage.exit(code)
 
 
@@ -61,7 +61,7 @@ async def serve(stage: Stage) -> int:
         address = _bind(server, options)
     except RuntimeError as error:
         log.critical("cannot serve on %s: %s", _join(options.host, options.port), error)
-        return 2
+        return ExitCode.REFUSED
     services = (inference.SERVICE, control.SERVICE)
     handlers = (inference.InferenceService(edge).handlers(), control.ControlService(edge, address).handlers())
     server.add_generic_rpc_handlers(handlers)

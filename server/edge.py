@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from engine.runtime.stage import Stage
+from engine.runtime.stage import INTERNAL_ERROR, ExitCode, Stage
 from proto.channel import ChannelError
 from proto.config import ServerOptions
 from proto.ids import SUPERVISOR, Address
@@ -172,7 +172,7 @@ class Edge:
             gc.collect()
         self._flush()
         if self.stage.stopping:
-            self.end(0)
+            self.end(ExitCode.OK)
 
     def end(self, code: int) -> None:
         """Let the process leave with this exit code; the first one counts."""
@@ -185,8 +185,8 @@ class Edge:
             self._die(task.exception())
 
     def _die(self, error: BaseException | None) -> None:
-        log.critical("this stage dies of a bug", exc_info=error)
-        self.end(4)
+        log.critical(INTERNAL_ERROR, exc_info=error)
+        self.end(ExitCode.BUG)
 
     def _receive(self) -> None:
         """Drain the inbox fully, in turns with the loop's other work."""
@@ -207,7 +207,7 @@ class Edge:
                 self._on_message(self._unread.popleft())
         except ChannelError as error:
             log.critical("%s", error)
-            self.end(3)
+            self.end(ExitCode.CHANNEL)
         except Exception as error:
             self._die(error)
         else:
@@ -230,7 +230,7 @@ class Edge:
             case World():
                 self._on_world(message)
             case Stop():
-                self.end(0)
+                self.end(ExitCode.OK)
 
     def _on_world(self, world: World) -> None:
         self.stage.take_world(world)

@@ -4,9 +4,8 @@ import signal
 
 import pytest
 
-from engine.actions import Action, Announce, Kill, Say, Start, Tell
 from engine.lifecycle import Lifecycle, Limits, Phase
-from engine.stages import Vitals
+from engine.stages import Action, Announce, Kill, Say, Start, Tell, Vitals
 from proto.ids import Address, StageKind
 from proto.messages import (
     SCHEMA_HASH,

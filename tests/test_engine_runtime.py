@@ -114,7 +114,7 @@ def test_a_bug_ends_the_stage_with_its_story(desk: Desk) -> None:
     code, stderr = end_of(desk.start("bug"))
     assert code == 4
     assert "C scheduler-0" in stderr
-    assert "this stage dies of a bug" in stderr
+    assert "internal error; this process ends" in stderr
     assert "KeyError: 'a bug'" in stderr
 
 
@@ -172,7 +172,7 @@ def test_a_bad_document_is_named(desk: Desk, tmp_path: Path) -> None:
         )
     )
     assert code == 1
-    assert f"{path} is no stage's configuration: Expected `int`, got `str` - at `$.index`" in stderr
+    assert f"{path} is not the configuration of a stage: Expected `int`, got `str` - at `$.index`" in stderr
 
 
 BOOT = "from engine.runtime.stage import Stage, StageKind; Stage.boot(StageKind.SCHEDULER)"

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 
+from engine.runtime.stage import INTERNAL_ERROR, ExitCode
 from proto.channel import Context, Outbox
 from proto.ids import Address
 from worker.device import Completion, Deferred
@@ -58,8 +59,8 @@ class OutputThread:
                     sleep_until(completion.due)
                     self._outbox.send(completion.message)
         except Exception:
-            log.critical("the output thread dies of a bug", exc_info=True)
-            os._exit(4)
+            log.critical(INTERNAL_ERROR, exc_info=True)
+            os._exit(ExitCode.BUG)
 
     def _next(self) -> Completion | Deferred | None:
         while not self._outbox.flush():

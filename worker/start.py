@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from engine.runtime.garbage import tame_gc
-from engine.runtime.stage import Handler, Stage
+from engine.runtime.stage import INTERNAL_ERROR, ExitCode, Handler, Stage, tame_gc
 from proto.config import WorkerOptions
 from proto.devices import is_simulated, refuse
 from worker.device import Device, DeviceError
@@ -16,8 +15,6 @@ from worker.ranks.group import ALONE, Group, PeerLostError
 
 log = logging.getLogger(__name__)
 
-# Exit codes beside those of `Stage.run`: what was asked for cannot be had, and a bug.
-_CANNOT, _BUG = 2, 4
 # A result must not wait 5 ms, the default, for a launching thread that is busy in Python. At 0.1 ms, steps of 0.45 ms
 # still lost 3 % of the device (`quintet bench host`). The slowest rank sets the pace of all.
 _SWITCH_INTERVAL = 5e-6
@@ -31,12 +28,12 @@ def play(stage: Stage) -> NoReturn:
         device = _device(stage, options)
     except DeviceError as error:
         log.critical("%s", error)
-        stage.exit(_CANNOT)
+        stage.exit(ExitCode.REFUSED)
     except PeerLostError as error:
         end_without_peers(stage, error)
     except Exception:
-        log.critical("this stage dies of a bug while it loads", exc_info=True)
-        stage.exit(_BUG)
+        log.critical(INTERNAL_ERROR, exc_info=True)
+        stage.exit(ExitCode.BUG)
     tame_gc()
     sys.setswitchinterval(_SWITCH_INTERVAL)
     loop: Handler

@@ -9,18 +9,19 @@ A stage's `__main__` reads
 The server, whose loop is asyncio's, uses the parts of `Stage` instead of `run`.
 """
 
+import gc
 import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from enum import IntEnum
 from typing import NoReturn, Protocol
 
 import msgspec
 
 from engine.runtime.death import tie_to_parent
-from engine.runtime.logs import setup_logging
 from proto.channel import ChannelError, Context, Inbox, Outbox, hand_over
 from proto.config import Options, StageConfig, load_config, options_of
 from proto.ids import SUPERVISOR, Address, StageKind
@@ -39,10 +40,24 @@ from proto.messages import (
 
 log = logging.getLogger(__name__)
 
+INTERNAL_ERROR = "internal error; this process ends"
+
 HEARTBEAT_SECONDS = 1.0
 _IDLE_SECONDS = 0.1
 _RETRY_SECONDS = 0.001  # between attempts to hand over a backlog
 _LAST_WORDS_SECONDS = 0.5  # for handing over the backlog at exit
+_GC_THRESHOLD = 100_000
+
+
+class ExitCode(IntEnum):
+    """How a process of an instance ends by itself."""
+
+    OK = 0
+    FAILED = 1  # the supervisor's, when it lost a stage
+    REFUSED = 2  # what was asked for cannot be had; the last line says why
+    CHANNEL = 3  # its inbox cannot be bound, or a message cannot be decoded
+    BUG = 4
+    PEER_LOST = 5  # a rank's, when another rank ended
 
 
 class Handler(Protocol):
@@ -99,12 +114,12 @@ class Stage:
         try:
             config = load_config(sys.argv[1])
         except (OSError, msgspec.DecodeError) as error:
-            raise SystemExit(f"{sys.argv[1]} is no stage's configuration: {error}") from error
+            raise SystemExit(f"{sys.argv[1]} is not the configuration of a stage: {error}") from error
         if config.kind is not kind:
             raise SystemExit(f"{sys.argv[1]} configures a {config.kind.label}, not a {kind.label}")
         tie_to_parent(config.death_fd)
         set_title(config.address)
-        setup_logging(str(config.address), config.log_level)
+        _setup_logging(str(config.address), config.log_level)
         # A terminal's ^C and a service manager's SIGTERM to the whole group are the supervisor's to answer: it
         # drains first, then sends Stop.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -177,16 +192,16 @@ class Stage:
             self.outbox(SUPERVISOR).send(beat)
 
     def run(self, handler: Handler) -> NoReturn:
-        """Play until told to stop, then leave the process."""
+        """Run until told to stop, then end the process."""
         try:
             self._loop(handler)
         except ChannelError as error:
             log.critical("%s", error)
-            self.exit(3)
+            self.exit(ExitCode.CHANNEL)
         except Exception:
-            log.critical("this stage dies of a bug", exc_info=True)
-            self.exit(4)
-        self.exit(0)
+            log.critical(INTERNAL_ERROR, exc_info=True)
+            self.exit(ExitCode.BUG)
+        self.exit(ExitCode.OK)
 
     def _loop(self, handler: Handler) -> None:
         pause: float | None = 0.0
@@ -219,10 +234,10 @@ class Stage:
         handler.on_message(message)
 
     def exit(self, code: int) -> NoReturn:
-        """Deliver what waits, then end at once: interpreter teardown lost messages in the experiments."""
+        """Deliver what waits, then end at once: the interpreter's own way out loses messages."""
         left = hand_over(self._outboxes.values(), _LAST_WORDS_SECONDS)
         if left:
-            log.warning("%d messages were not taken by their readers", left)
+            log.warning("%d messages were not delivered: their receivers do not read", left)
         for outbox in self._outboxes.values():
             outbox.close()
         self.inbox.close()
@@ -236,6 +251,26 @@ def set_title(address: Address) -> None:
     from setproctitle import setproctitle
 
     setproctitle(address.title)
+
+
+def _setup_logging(stage: str, level: str) -> None:
+    """Log to stderr, one line a record, with stage and pid."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        logging.Formatter(
+            f"%(asctime)s.%(msecs)03d %(levelname).1s {stage} %(process)d %(name)s: %(message)s", datefmt="%H:%M:%S"
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+
+
+def tame_gc() -> None:
+    """Make the collector run seldom, and never look at what exists by now: for stages that make no reference cycles."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD)
 
 
 def is_ready(info: StageInfo | None) -> bool:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from typing import NoReturn
 
-from engine.runtime.stage import Stage
+from engine.runtime.stage import INTERNAL_ERROR, ExitCode, Stage
 from proto.channel import encode
 from proto.ids import Address, StageKind
 from proto.messages import Heartbeat, Message, Reset, StepPlan, Stop
@@ -17,7 +17,6 @@ from worker.ranks.group import PeerLostError
 
 log = logging.getLogger(__name__)
 
-_BUG, _LOST = 4, 5  # exit codes beside those of `Stage.run`: the last says that another rank ended
 # The supervisor takes the first process that ends for the cause of the instance's end, and kills the others.
 _BLAME_SECONDS = 1.0
 
@@ -77,8 +76,8 @@ class FollowerLoop:
             while True:
                 self._launched.get().wait()
         except Exception:
-            log.critical("the output thread dies of a bug", exc_info=True)
-            os._exit(_BUG)
+            log.critical(INTERNAL_ERROR, exc_info=True)
+            os._exit(ExitCode.BUG)
 
 
 def end_without_peers(stage: Stage, error: PeerLostError) -> NoReturn:
@@ -91,6 +90,6 @@ def end_without_peers(stage: Stage, error: PeerLostError) -> NoReturn:
         if stage.inbox.wait(left) and any(isinstance(message, Stop) for message in stage.inbox.drain()):
             stage.stop()
     if stage.stopping:
-        stage.exit(0)
+        stage.exit(ExitCode.OK)
     log.critical("%s", error)
-    stage.exit(_LOST)
+    stage.exit(ExitCode.PEER_LOST)
