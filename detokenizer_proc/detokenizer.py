@@ -12,8 +12,9 @@ from detokenizer_proc.decoding import TextDecoder
 from detokenizer_proc.sequence import OutputSequence
 from detokenizer_proc.vocabulary import Vocabulary
 from proto.channel import decode_as
-from proto.ids import server_of
+from proto.ids import Address, StageKind, server_of
 from proto.messages import (
+    ID_BYTES,
     U32,
     U64,
     Delta,
@@ -23,8 +24,7 @@ from proto.messages import (
     Emit,
     Finish,
     Opening,
-    Reject,
-    RejectCode,
+    Outgoing,
     Timing,
     TokenLogprobs,
     column,
@@ -64,19 +64,13 @@ class Detokenizer:
     def live_requests(self) -> int:
         return len(self._live)
 
-    def on_call(self, call: DetokenizeCall) -> DetokenizeReply | Reject:
-        """Text of ids that nothing precedes."""
-        ids = column(call.ids)
-        size = self._decoder.vocabulary.size
-        wrong = ((ids < 0) | (ids >= size)).nonzero()[0]
-        if wrong.size:
-            place = int(wrong[0])
-            message = f"token_ids[{place}] is {ids[place]}; the vocabulary has ids 0 to {size - 1}"
-            return Reject(call.rid, 0, RejectCode.INVALID, "token_ids", message, 0)
-        return DetokenizeReply(call.rid, self._decoder.decode(ids.tolist(), call.skip_special_tokens))
+    def on_call(self, call: DetokenizeCall) -> Outgoing:
+        """The text of ids that nothing precedes. The server has checked them."""
+        text = self._decoder.decode(column(call.ids).tolist(), call.skip_special_tokens)
+        return Outgoing(_server(server_of(call.rid)), DetokenizeReply(call.rid, text))
 
-    def on_emit(self, emit: Emit) -> dict[int, Deltas]:
-        """Decode one step; returns a message for each server that has rows in it, by server index."""
+    def on_emit(self, emit: Emit) -> list[Outgoing]:
+        """Decode one step; returns a message for each server that has rows in it."""
         rids: list[int] = column(emit.rids, U64).tolist()
         attempts: list[int] = column(emit.attempts, U32).tolist()
         for place, opening, timing in emit.openings:
@@ -92,7 +86,7 @@ class Detokenizer:
             column(emit.closed_rids, U64).tolist(), column(emit.closed_attempts, U32).tolist(), strict=True
         ):
             self._close(rid, attempt)
-        return {server: Deltas(tuple(rows)) for server, rows in deltas.items()}
+        return [Outgoing(_server(server), Deltas(tuple(rows))) for server, rows in deltas.items()]
 
     def _open(self, body: bytes, index: int, timing: Timing) -> None:
         opening: Opening = decode_as(body, Opening)
@@ -144,6 +138,10 @@ class Detokenizer:
         return delta
 
 
+def _server(index: int) -> Address:
+    return Address(StageKind.SERVER, index)
+
+
 def _rows(emit: Emit, count: int) -> list[_Row]:
     """The columns of an Emit as rows; columns left empty have their default."""
     ids: list[int] = column(emit.ids).tolist()
@@ -163,7 +161,7 @@ def _rows(emit: Emit, count: int) -> list[_Row]:
                 indexes[place],
                 starts[place],
                 ids[begin:end],
-                emit.ids[4 * begin : 4 * end],
+                emit.ids[ID_BYTES * begin : ID_BYTES * end],
                 _FINISHES[finishes[place]],
                 matched[place],
                 matched_eos[place] != 0,
@@ -205,7 +203,7 @@ def _advance(rid: int, sequence: OutputSequence, row: _Row) -> Delta:
         sequence.attempt,
         row.index,
         row.start,
-        row.id_bytes[: 4 * kept],
+        row.id_bytes[: ID_BYTES * kept],
         text,
         position,
         finish,

@@ -6,8 +6,7 @@ from detokenizer_proc.detokenizer import Detokenizer
 from detokenizer_proc.vocabulary import read_vocabulary
 from engine.runtime.stage import Stage
 from proto.config import DetokenizerOptions
-from proto.ids import Address, StageKind, server_of
-from proto.messages import DetokenizeCall, Emit, Heartbeat, Message
+from proto.messages import DetokenizeCall, Emit, Heartbeat, Message, Outgoing
 
 
 class DetokenizerLoop:
@@ -23,12 +22,13 @@ class DetokenizerLoop:
         stage.ready()
 
     def on_message(self, message: Message) -> None:
+        out: list[Outgoing] = []
         if isinstance(message, Emit):
-            for server, deltas in self._detokenizer.on_emit(message).items():
-                self._stage.outbox(Address(StageKind.SERVER, server)).send(deltas)
+            out = self._detokenizer.on_emit(message)
         elif isinstance(message, DetokenizeCall):
-            caller = Address(StageKind.SERVER, server_of(message.rid))
-            self._stage.outbox(caller).send(self._detokenizer.on_call(message))
+            out = [self._detokenizer.on_call(message)]
+        for to, answer in out:
+            self._stage.outbox(to).send(answer)
 
     def step(self, now: int) -> float | None:
         return None

@@ -49,7 +49,6 @@ class Vocabulary(msgspec.Struct, frozen=True):
     spelled: list[bytes] | None  # bytes of every id; None = the decoder is not a table
     visible: list[bytes] | None  # the same with special tokens empty
     special_ids: frozenset[int]
-    size: int  # ids that may be asked for: 0 ≤ id < size
     strips_first_space: bool  # of a text that nothing precedes
 
 
@@ -70,7 +69,7 @@ def read_vocabulary(path: str, model_vocab_size: int) -> Vocabulary:
     special_ids = frozenset(token.id for token in file.added_tokens if token.special)
     spell, strips = _speller(file.decoder)
     if spell is None:
-        return Vocabulary(path, None, None, special_ids, size, False)
+        return Vocabulary(path, None, None, special_ids, False)
     spelled = [b""] * size
     for piece, number in pieces.items():
         spelled[number] = spell(piece)
@@ -79,7 +78,7 @@ def read_vocabulary(path: str, model_vocab_size: int) -> Vocabulary:
     visible = spelled.copy()
     for number in special_ids:
         visible[number] = b""
-    return Vocabulary(path, spelled, visible, special_ids, size, strips)
+    return Vocabulary(path, spelled, visible, special_ids, strips)
 
 
 def _speller(decoder: dict[str, Any] | None) -> tuple[_Spell | None, bool]:

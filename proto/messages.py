@@ -11,7 +11,7 @@ Conventions
 
 import hashlib
 from enum import IntEnum
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -33,6 +33,13 @@ ID_BYTES = I32.itemsize  # of a token or page id in a column
 def column(data: bytes, dtype: np.dtype[Any] = I32) -> npt.NDArray[Any]:
     """Read-only array over the bytes of a column; no copy."""
     return np.frombuffer(data, dtype)
+
+
+class Outgoing(NamedTuple):
+    """A message, and whose inbox it goes to."""
+
+    to: Address
+    message: Message
 
 
 class Finish(IntEnum):

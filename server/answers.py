@@ -3,9 +3,9 @@
 import struct
 from collections.abc import Iterable, Sequence
 
-from proto.messages import Finish, TokenLogprobs
+from proto.messages import ID_BYTES, Finish, TokenLogprobs
 from quintet_client.v1 import inference_pb2 as pb
-from server.generation import Ending, Generation, Piece
+from server.generation import Ending, Generation, OutputPiece
 
 _FINISH_REASONS = {
     Finish.STOP: pb.FINISH_REASON_STOP,
@@ -16,7 +16,7 @@ _FINISH_REASONS = {
 }
 
 
-def chunk_of(generation: Generation, piece: Piece, model: str) -> pb.GenerateChunk:
+def chunk_of(generation: Generation, piece: OutputPiece, model: str) -> pb.GenerateChunk:
     """One write of a stream. Counts are those at the time of the piece."""
     chunk = pb.GenerateChunk(text=piece.text, token_ids=_ids(piece.ids))
     _fill_usage(chunk.usage, generation)
@@ -30,7 +30,7 @@ def chunk_of(generation: Generation, piece: Piece, model: str) -> pb.GenerateChu
     return chunk
 
 
-def response_of(generation: Generation, pieces: list[Piece], model: str) -> pb.GenerateResponse:
+def response_of(generation: Generation, pieces: list[OutputPiece], model: str) -> pb.GenerateResponse:
     """The unary answer: the pieces of a stream, joined. The last one has the ending."""
     output = pb.Output(
         text="".join(piece.text for piece in pieces),
@@ -96,4 +96,4 @@ def logprobs_of(parts: Iterable[TokenLogprobs]) -> pb.Logprobs:
 
 def _ids(column: bytes) -> Sequence[int]:
     """An i32 column without numpy, which costs more than it saves on the few ids of a chunk."""
-    return struct.unpack(f"<{len(column) // 4}i", column)
+    return struct.unpack(f"<{len(column) // ID_BYTES}i", column)

@@ -152,7 +152,7 @@ async def _warm_up(edge: Edge) -> None:
 
 async def _pass_token(edge: Edge, facts: ModelFacts) -> None:
     """Generate one token. Raises CallError."""
-    prompt = (facts.tokenizer.eos_ids or (0,))[0]
+    prompt = next((number for number in facts.tokenizer.eos_ids if number < facts.worker.vocab_size), 0)
     with edge.running(_one_token_after(prompt), 0, time.monotonic_ns()) as generation:
         while (await edge.next_piece(generation)).ending is None:
             pass

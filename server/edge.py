@@ -24,6 +24,7 @@ from proto.messages import (
     FlushReply,
     Heartbeat,
     Message,
+    Outgoing,
     Reject,
     Stop,
     TokenizeCall,
@@ -31,9 +32,9 @@ from proto.messages import (
     World,
 )
 from server.calls import Calls, Reply
-from server.generation import Generation, Piece
+from server.generation import Generation, OutputPiece
 from server.readiness import Phase, Readiness
-from server.record import Outgoing, Record
+from server.record import Record
 from server.status import UnavailableError, shorten
 from server.turns import Place, Turns
 from server.validate import Ask
@@ -107,7 +108,7 @@ class Edge:
                 _log_request(generation)
             self._tell_drained()
 
-    async def next_piece(self, generation: Generation) -> Piece:
+    async def next_piece(self, generation: Generation) -> OutputPiece:
         """What can be written next. Raises the CallError that ended the generation."""
         place = self._places[generation.rid]
         if generation.ready:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from proto.messages import Delta, Finish, TokenLogprobs
+from proto.messages import ID_BYTES, Delta, Finish, TokenLogprobs
 from server.status import CallError, SlowReaderError
 
 # What a delta takes beside its text and ids, and a logprob: objects of Python's.
@@ -21,7 +21,7 @@ class Ending(msgspec.Struct, frozen=True):
     matched_string: str = ""  # "" = none
 
 
-class Piece(msgspec.Struct, frozen=True):
+class OutputPiece(msgspec.Struct, frozen=True):
     """What one write takes: every delta that was ready, joined."""
 
     first: bool
@@ -74,7 +74,7 @@ class Generation:
     def append(self, delta: Delta, now: int) -> None:
         """Take a delta in its turn. Ends with SlowReaderError when too much waits for the client."""
         self.times_unknown = 0
-        self.ids_received += len(delta.ids) // 4
+        self.ids_received += len(delta.ids) // ID_BYTES
         self.characters += len(delta.text)
         self.prompt_tokens = delta.prompt_tokens
         if delta.timing is not None:
@@ -108,7 +108,7 @@ class Generation:
         self.interrupt()
         self.notify()
 
-    def take(self) -> Piece | None:
+    def take(self) -> OutputPiece | None:
         """All that can be written now, or None. Raises the error once nothing waits before it."""
         deltas, self._deltas = self._deltas, []
         self._buffered = 0
@@ -119,8 +119,8 @@ class Generation:
         first, self._taken = not self._taken, True
         if len(deltas) == 1:
             delta = deltas[0]
-            return Piece(first, delta.text, delta.ids, delta.logprobs, self.ending)
-        return Piece(
+            return OutputPiece(first, delta.text, delta.ids, delta.logprobs, self.ending)
+        return OutputPiece(
             first=first,
             text="".join(delta.text for delta in deltas),
             ids=b"".join(delta.ids for delta in deltas),

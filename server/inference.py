@@ -17,7 +17,7 @@ from quintet_client.v1 import inference_pb2 as pb
 from server import rpc
 from server.answers import chunk_of, response_of
 from server.edge import Edge
-from server.generation import Generation, Piece
+from server.generation import Generation, OutputPiece
 from server.rpc import Context
 from server.status import InvalidFieldError
 from server.validate import check_chat, check_generate, check_ids, check_model, check_text
@@ -46,7 +46,7 @@ class InferenceService:
         )
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        pieces: list[Piece] = []
+        pieces: list[OutputPiece] = []
         with self._running(request, context) as generation:
             await _tell_id(generation, context)
             while not pieces or pieces[-1].ending is None:

@@ -6,7 +6,6 @@ Each generation gets exactly one terminal event; whatever else comes for it is d
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from proto.messages import (
     Delta,
     Deltas,
     Finish,
-    Message,
+    Outgoing,
     Reject,
     Submit,
     column,
@@ -37,13 +36,6 @@ _OVERHEAD_BYTES = 1024
 _RETRY_AFTER_MS = 500
 # A second apart. The first may miss a request that is on its way, or whose last delta is.
 _UNKNOWN_LIMIT = 3
-
-
-class Outgoing(NamedTuple):
-    """A message to send."""
-
-    to: Address
-    message: Message
 
 
 class Record:

@@ -29,14 +29,13 @@ class CallError(Exception):
 
 
 class InvalidFieldError(CallError):
-    """A field of the request is wrong; the description names limit and value."""
+    """A field of the request is wrong; the description names the limit and the value."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     reason = "INVALID_FIELD"
 
     def __init__(self, field: str, description: str) -> None:
-        # Inner stages' sentences begin with the field's name already.
-        super().__init__(description if description.startswith(field) else f"{field}: {description}")
+        super().__init__(f"{field}: {description}" if field else description)
         self.field = field
         self.description = description
 

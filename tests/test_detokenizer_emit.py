@@ -13,16 +13,15 @@ from tokenizers import Tokenizer, decoders, models
 from detokenizer_proc.detokenizer import Detokenizer
 from detokenizer_proc.vocabulary import Vocabulary, read_vocabulary
 from proto.channel import encode
-from proto.ids import make_rid
+from proto.ids import Address, StageKind, make_rid
 from proto.messages import (
     Delta,
+    Deltas,
     DetokenizeCall,
     DetokenizeReply,
     Emit,
     Finish,
     Opening,
-    Reject,
-    RejectCode,
     Resume,
     Timing,
     TokenLogprobs,
@@ -136,11 +135,21 @@ class Output:
         return self.deltas[-1].finish if self.deltas else Finish.NONE
 
 
+def by_server_of(detokenizer: Detokenizer, message: Emit) -> dict[int, list[Delta]]:
+    """Deltas by the server that gets them."""
+    found: dict[int, list[Delta]] = {}
+    for to, deltas in detokenizer.on_emit(message):
+        assert to.kind is StageKind.SERVER
+        assert isinstance(deltas, Deltas)
+        assert found.setdefault(to.index, list(deltas.rows)) == list(deltas.rows), "one message a server"
+    return found
+
+
 def one(detokenizer: Detokenizer, *rows: Row) -> list[Delta]:
     """Deltas of an Emit whose rows are all of server 1."""
-    by_server = detokenizer.on_emit(emit(*rows))
+    by_server = by_server_of(detokenizer, emit(*rows))
     assert set(by_server) <= {1}
-    return list(by_server[1].rows) if by_server else []
+    return by_server.get(1, [])
 
 
 def play(
@@ -285,7 +294,7 @@ def test_closed_requests_are_forgotten_up_to_their_attempt(vocabulary: Vocabular
     one(detokenizer, Row(ids_of("G"), 0, opening=opening()))
     # Superseded: the new attempt opens in the Emit that closes the old one.
     newer = Row(ids_of("G"), 0, attempt=1, opening=opening(attempt=1))
-    assert len(detokenizer.on_emit(emit(newer, closed=[(RID, 0)]))[1].rows) == 1
+    assert len(by_server_of(detokenizer, emit(newer, closed=[(RID, 0)]))[1]) == 1
     assert detokenizer.live_requests == 1
     # Aborted before its first Emit left: opened and closed at once.
     other = make_rid(1, 1, 8)
@@ -311,8 +320,8 @@ def test_each_server_gets_its_rows_and_each_index_its_text(vocabulary: Vocabular
     detokenizer = Detokenizer(vocabulary)
     rids = [make_rid(server, 1, 5) for server in (0, 1, 0)]
     rows = [Row([ord("a") + n], 0, rid=rid, index=n, opening=opening(rid=rid)) for n, rid in enumerate(rids)]
-    deltas = detokenizer.on_emit(emit(*rows))
-    found = {server: [(delta.rid, delta.index, delta.text) for delta in d.rows] for server, d in deltas.items()}
+    deltas = by_server_of(detokenizer, emit(*rows))
+    found = {server: [(delta.rid, delta.index, delta.text) for delta in d] for server, d in deltas.items()}
     assert found == {0: [(rids[0], 0, "a"), (rids[2], 2, "c")], 1: [(rids[1], 1, "b")]}
     assert detokenizer.live_requests == 2
 
@@ -322,7 +331,7 @@ def test_columns_left_empty_mean_their_defaults(vocabulary: Vocabulary) -> None:
     message = emit(Row([ord("x")], 0, opening=opening()))
     bare = dict.fromkeys(("indexes", "counts", "finishes", "matched", "matched_eos"), b"")
     fields = {name: getattr(message, name) for name in message.__struct_fields__} | bare
-    (delta,) = detokenizer.on_emit(Emit(**fields))[1].rows
+    (delta,) = by_server_of(detokenizer, Emit(**fields))[1]
     assert (delta.index, delta.text, delta.finish, delta.matched_id) == (0, "x", Finish.NONE, -1)
     assert delta.timing == TIMING
     assert delta.prompt_tokens == 1
@@ -399,11 +408,6 @@ def test_detokenize_calls(tmp_path: Path) -> None:
     detokenizer = Detokenizer(read_vocabulary(str(path), 700))
     ids = [1, *library.encode(SAMPLES["emoji"]).ids]
     for skip in (True, False):
-        reply = detokenizer.on_call(DetokenizeCall(RID, i32(*ids), skip))
+        to, reply = detokenizer.on_call(DetokenizeCall(RID, i32(*ids), skip))
+        assert to == Address(StageKind.SERVER, 1)
         assert reply == DetokenizeReply(RID, library.decode(ids, skip_special_tokens=skip))
-    for wrong in (-1, 700):
-        reply = detokenizer.on_call(DetokenizeCall(RID, i32(5, wrong), True))
-        assert isinstance(reply, Reject)
-        assert (reply.code, reply.field) == (RejectCode.INVALID, "token_ids")
-        assert f"[1] is {wrong}" in reply.message
-        assert "0 to 699" in reply.message

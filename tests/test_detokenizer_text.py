@@ -91,7 +91,7 @@ def test_any_ids_of_a_byte_level_tokenizer_decode_as_in_the_library(
     pairs: dict[str, Pair], data: st.DataObject, skip: bool
 ) -> None:
     pair = pairs["byte_level"]
-    ids = data.draw(st.lists(st.integers(0, pair.decoder.vocabulary.size - 1), max_size=30))
+    ids = data.draw(st.lists(st.integers(0, pair.library.get_vocab_size() - 1), max_size=30))
     assert pair.decoder.decode(ids, skip) == pair.library.decode(ids, skip_special_tokens=skip)
 
 
@@ -153,7 +153,6 @@ def test_ids_beyond_the_tokenizer_have_no_text(pairs: dict[str, Pair]) -> None:
     for pair in pairs.values():
         size = pair.library.get_vocab_size()
         decoder = TextDecoder(read_vocabulary(str(pair.path), size + 10))
-        assert decoder.vocabulary.size == size + 10
         assert decoder.decode([size, size + 9], True) == ""
         first, *others = pair.library.encode("The fox is lazy").ids
         assert decoder.decode([first, size, *others], True) == "The fox is lazy"

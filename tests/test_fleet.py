@@ -25,6 +25,7 @@ from proto.messages import (
     Facts,
     Finish,
     Message,
+    Outgoing,
     Reset,
     StageInfo,
     StepPlan,
@@ -36,7 +37,7 @@ from proto.metrics import METRICS
 from scheduler.core import Scheduler
 from scheduler.loop import SchedulerLoop, WorkerLostError
 from server.generation import Generation
-from server.record import Outgoing, Record
+from server.record import Record
 from server.validate import Ask
 from tests.builders import i32, make_facts, make_stage, make_world
 from tests.scheduler_fakes import FakeWorker, token_at

@@ -17,6 +17,7 @@ from proto.messages import (
     Delta,
     Deltas,
     Finish,
+    Outgoing,
     Reject,
     RejectCode,
     Submit,
@@ -25,7 +26,7 @@ from proto.messages import (
 from quintet_client.v1 import inference_pb2 as pb
 from server.generation import Generation
 from server.limits import MAX_STALL_SECONDS, ModelFacts
-from server.record import Outgoing, Record
+from server.record import Record
 from server.status import (
     CallError,
     DuplicateIdError,

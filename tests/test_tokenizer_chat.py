@@ -15,7 +15,7 @@ from proto.messages import ChatMessage
 from proto.model import ModelManifest
 from tests.tiny_tokenizers import CHAT_TEMPLATE, SPECIALS, byte_level, sentence_piece
 from tokenizer_proc.chat import ChatError, ChatTemplate
-from tokenizer_proc.encoding import Mode, SpecialToken, TextEncoder, spelling_pattern
+from tokenizer_proc.encoding import EncodingMode, SpecialToken, TextEncoder, spelling_pattern
 
 LLAMA_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -271,4 +271,4 @@ def test_an_outer_timer_is_put_back(path: Path) -> None:
 
 def test_long_chats_are_one_piece_without_special_spellings(path: Path) -> None:
     pieces = Model(path, CHAT_TEMPLATE).template.pieces([ChatMessage("user", "a < b | c > d")], 0.0)
-    assert [piece.mode for piece in pieces] == [Mode.TEXT]
+    assert [piece.mode for piece in pieces] == [EncodingMode.TEXT]

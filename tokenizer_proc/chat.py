@@ -18,7 +18,7 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from proto.messages import ChatMessage
-from tokenizer_proc.encoding import Mode, Piece, SpecialToken, spelling_pattern
+from tokenizer_proc.encoding import EncodingMode, SpecialToken, TextPiece, spelling_pattern
 
 # Planes 15 and 16 are for private use: no template has them, and a text that fills them is not text.
 _PRIVATE_FIRST, _PRIVATE_LAST = 0xF0000, 0x10FFFD
@@ -85,7 +85,7 @@ class ChatTemplate:
         except Exception as error:  # Jinja computes constant expressions here
             self._broken = f"the model's chat template cannot be compiled: {type(error).__name__}: {error}"
 
-    def pieces(self, messages: Sequence[ChatMessage], now: float) -> tuple[Piece, ...]:
+    def pieces(self, messages: Sequence[ChatMessage], now: float) -> tuple[TextPiece, ...]:
         """Render a chat, open for the assistant's answer, into pieces to encode.
 
         Without the spelling of any special token in the messages that is one piece, so that ids equal
@@ -101,7 +101,7 @@ class ChatTemplate:
         ]
         rendered = self._render(plain, now)
         if not hidden:
-            return (Piece(rendered, Mode.TEXT),)
+            return (TextPiece(rendered, EncodingMode.TEXT),)
         return tuple(self._split(rendered, hidden))
 
     def _hide(self, messages: Sequence[ChatMessage]) -> dict[str, str]:
@@ -149,7 +149,7 @@ class ChatTemplate:
             raise ChatError(f"the chat template failed: {type(error).__name__}: {error}") from error
         return "".join(parts)
 
-    def _split(self, rendered: str, hidden: dict[str, str]) -> Iterator[Piece]:
+    def _split(self, rendered: str, hidden: dict[str, str]) -> Iterator[TextPiece]:
         """Cut at the template's special tokens around each stretch that has hidden spellings in it."""
         back = str.maketrans(hidden)
         masks = set(hidden)
@@ -162,15 +162,15 @@ class ChatTemplate:
             if masks.isdisjoint(stretch):
                 continue
             if begin > done:
-                yield Piece(rendered[done:begin], Mode.TEXT)
+                yield TextPiece(rendered[done:begin], EncodingMode.TEXT)
             if number > 0 and self._specials[own[number - 1].group()].eats_right:
                 stretch = stretch.lstrip()
             if number < len(own) and self._specials[own[number].group()].eats_left:
                 stretch = stretch.rstrip()
-            yield Piece(stretch.translate(back), Mode.PLAIN if begin == 0 else Mode.PLAIN_INNER)
+            yield TextPiece(stretch.translate(back), EncodingMode.PLAIN if begin == 0 else EncodingMode.PLAIN_INNER)
             done = end
         if done < len(rendered):
-            yield Piece(rendered[done:], Mode.TEXT)
+            yield TextPiece(rendered[done:], EncodingMode.TEXT)
 
 
 def _environment() -> jinja2.Environment:

@@ -20,7 +20,7 @@ class TokenizerError(RuntimeError):
     """A tokenizer file that cannot be read; the message names it."""
 
 
-class Mode(Enum):
+class EncodingMode(Enum):
     """What special tokens mean while a piece of text is encoded."""
 
     PROMPT = 0  # their spellings are recognised; the tokenizer adds its own (BOS)
@@ -29,11 +29,11 @@ class Mode(Enum):
     PLAIN_INNER = 3  # the same for a piece inside a text: what a tokenizer puts before a text is left out
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A stretch of text that is encoded on its own."""
 
     text: str
-    mode: Mode
+    mode: EncodingMode
 
 
 class SpecialToken(NamedTuple):
@@ -89,34 +89,34 @@ class TextEncoder:
         """Ids that the tokenizer knows, added ones included."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
-    def encode(self, texts: Sequence[Sequence[Piece]]) -> list[Ids]:
+    def encode(self, texts: Sequence[Sequence[TextPiece]]) -> list[Ids]:
         """Ids of each text, whose pieces are encoded one by one and joined.
 
         All pieces of one mode go to the library in one call: it works without the GIL, on all cores.
         """
         parts: list[list[Ids]] = [[_NO_IDS] * len(pieces) for pieces in texts]
-        for mode in Mode:
+        for mode in EncodingMode:
             places = [(t, p) for t, pieces in enumerate(texts) for p, piece in enumerate(pieces) if piece.mode is mode]
             if not places:
                 continue
             encodings = self._for(mode).encode_batch_fast(
-                [texts[t][p].text for t, p in places], add_special_tokens=mode is Mode.PROMPT
+                [texts[t][p].text for t, p in places], add_special_tokens=mode is EncodingMode.PROMPT
             )
             for (t, p), encoding in zip(places, encodings, strict=True):
                 ids = np.array(encoding.ids, I32)
-                if mode in (Mode.PLAIN, Mode.PLAIN_INNER) and np.isin(ids, self._special_ids).any():
+                if mode in (EncodingMode.PLAIN, EncodingMode.PLAIN_INNER) and np.isin(ids, self._special_ids).any():
                     ids = self._spelled_out(texts[t][p])
                 parts[t][p] = ids
         return [np.concatenate(part) if part else _NO_IDS for part in parts]
 
-    def _spelled_out(self, piece: Piece) -> Ids:
+    def _spelled_out(self, piece: TextPiece) -> Ids:
         """Plain ids by a model (Unigram) that has special tokens among its pieces and would find them in characters:
         the first character of each spelling is kept apart from the others.
         """
         cuts = [0, *(match.start() + 1 for match in self._special_pattern.finditer(piece.text)), len(piece.text)]
         ids: list[int] = []
         for begin, end in pairwise(cuts):
-            tokenizer = self._for(piece.mode if begin == 0 else Mode.PLAIN_INNER)
+            tokenizer = self._for(piece.mode if begin == 0 else EncodingMode.PLAIN_INNER)
             ids += tokenizer.encode(piece.text[begin:end], add_special_tokens=False).ids
         return np.array(ids, I32)
 
@@ -124,10 +124,10 @@ class TextEncoder:
         """The tokenizer's own spelling of each id."""
         return tuple(self._tokenizer.id_to_token(number) or "" for number in ids.tolist())
 
-    def _for(self, mode: Mode) -> Tokenizer:
-        if mode is Mode.PLAIN:
+    def _for(self, mode: EncodingMode) -> Tokenizer:
+        if mode is EncodingMode.PLAIN:
             return self._plain
-        return self._plain_inner if mode is Mode.PLAIN_INNER else self._tokenizer
+        return self._plain_inner if mode is EncodingMode.PLAIN_INNER else self._tokenizer
 
 
 _NO_IDS: Ids = np.empty(0, I32)

@@ -3,11 +3,11 @@
 import msgspec
 import numpy as np
 
-from proto.messages import RejectCode, RequestParams, WorkerFacts, column
+from proto.messages import I32, RejectCode, RequestParams, WorkerFacts
 from tokenizer_proc.encoding import Ids
 
 
-class Refusal(Exception):  # noqa: N818 - an answer, not a fault of ours
+class RefusedError(Exception):
     """A request that cannot be served: the parts of a Reject."""
 
     def __init__(self, code: RejectCode, field: str, message: str) -> None:
@@ -24,13 +24,15 @@ class Lengths(msgspec.Struct, frozen=True):
     min_new_tokens: int
 
 
-def check_ids(field: str, ids: Ids, vocab_size: int) -> None:
-    """Raise Refusal unless 0 ≤ id < vocab_size for all of them."""
-    wrong = ((ids < 0) | (ids >= vocab_size)).nonzero()[0]
+def check_encoded(field: str, ids: Ids, vocab_size: int) -> None:
+    """Raise RefusedError for an id that the tokenizer knows and the model does not: an added token, say."""
+    wrong = (ids >= vocab_size).nonzero()[0]
     if wrong.size:
         place = int(wrong[0])
-        raise Refusal(
-            RejectCode.INVALID, field, f"{field}[{place}] is token {ids[place]}; the model has 0 to {vocab_size - 1}"
+        raise RefusedError(
+            RejectCode.INVALID,
+            field,
+            f"its token {place} has id {ids[place]}, which this model does not have: its ids are 0 to {vocab_size - 1}",
         )
 
 
@@ -38,44 +40,34 @@ def resolve_lengths(field: str, prompt_tokens: int, params: RequestParams, facts
     """Check a prompt's length and resolve how much may follow it.
 
     The rule: prompt + 1 ≤ max_model_len to generate; prompt = max_model_len only with max_new_tokens 0. What is
-    asked for is never cut in silence. `field` names the prompt. Raises Refusal.
+    asked for is never cut silently. `field` is the prompt's. Raises RefusedError.
     """
     limit = facts.max_model_len
     if prompt_tokens == 0:
-        raise Refusal(RejectCode.INVALID, field, f"{field} has no tokens; at least 1 is needed")
+        raise RefusedError(RejectCode.INVALID, field, "must have at least 1 token, not 0")
     if prompt_tokens > limit:
-        raise Refusal(
-            RejectCode.INVALID, field, f"{field} is {prompt_tokens} tokens; the limit (max_model_len) is {limit}"
+        raise RefusedError(
+            RejectCode.INVALID, field, f"must have at most {limit} tokens (max_model_len), not {prompt_tokens}"
         )
     room = limit - prompt_tokens
     if room == 0 and params.max_new_tokens != 0:
-        raise Refusal(
+        raise RefusedError(
             RejectCode.INVALID,
             field,
-            f"{field} is {prompt_tokens} tokens; the limit is {limit - 1}, max_model_len {limit} less one token to "
-            "generate (it may be as long only with stopping.max_new_tokens 0)",
+            f"must have at most {limit - 1} tokens, not {prompt_tokens}: max_model_len is {limit}, and one token must "
+            "fit behind the prompt unless stopping.max_new_tokens is 0",
         )
     most = room if params.max_new_tokens < 0 else params.max_new_tokens
+    why = f"max_model_len is {limit} and the prompt has {prompt_tokens} tokens"
     if most > room:
-        name = "stopping.max_new_tokens"
-        raise Refusal(
-            RejectCode.INVALID,
-            name,
-            f"{name} is {most}; the limit is {room}, max_model_len {limit} less {prompt_tokens} prompt tokens",
-        )
+        raise RefusedError(RejectCode.INVALID, "stopping.max_new_tokens", f"must be at most {room}, not {most}: {why}")
     if params.min_new_tokens > most:
-        name = "stopping.min_new_tokens"
-        raise Refusal(
-            RejectCode.INVALID,
-            name,
-            f"{name} is {params.min_new_tokens}; the limit is {most}, the largest number of new tokens",
-        )
+        least = params.min_new_tokens
+        raise RefusedError(RejectCode.INVALID, "stopping.min_new_tokens", f"must be at most {most}, not {least}: {why}")
     return Lengths(most, params.min_new_tokens)
 
 
 def stop_ids(params: RequestParams, eos_ids: tuple[int, ...], vocab_size: int) -> tuple[bytes, int]:
-    """Ids that end a generation as i32 bytes, EOS ids first, and how many of them are EOS ids. Raises Refusal."""
-    own = column(params.stop_token_ids)
-    check_ids("stopping.stop_token_ids", own, vocab_size)
+    """Ids that end a generation as i32 bytes, EOS ids first, and how many of them are EOS ids."""
     eos = () if params.ignore_eos else tuple(number for number in eos_ids if number < vocab_size)
-    return np.array(eos, "<i4").tobytes() + own.tobytes(), len(eos)
+    return np.array(eos, I32).tobytes() + params.stop_token_ids, len(eos)

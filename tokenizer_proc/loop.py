@@ -6,9 +6,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from engine.runtime.stage import Stage, is_ready
 from proto.config import TokenizerOptions
-from proto.messages import Heartbeat, Message, Submit, TokenizeCall, WorkerFacts
+from proto.messages import Heartbeat, Message, Outgoing, Submit, TokenizeCall, WorkerFacts
 from tokenizer_proc.encoding import Ids
-from tokenizer_proc.requests import Job, Letter, RequestTokenizer
+from tokenizer_proc.requests import EncodingJob, RequestTokenizer
 
 # Texts beyond take tens of milliseconds. They go to a thread (the library works without the GIL), one after the
 # other, so that nobody waits for a stranger's book.
@@ -26,7 +26,7 @@ class TokenizerLoop:
         self._tokenizer = RequestTokenizer(stage.options.manifest, stage.options.template_timeout)
         self._waiting: list[Submit | TokenizeCall] = []
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-texts")
-        self._long: list[tuple[Job, Future[list[Ids]]]] = []
+        self._long: list[tuple[EncodingJob, Future[list[Ids]]]] = []
         self._requests = 0
         self._prompt_tokens = 0
         # Reading the file took several times what is left of it.
@@ -56,10 +56,10 @@ class TokenizerLoop:
     def _take_all(self, now: int) -> None:
         requests, self._waiting = self._waiting, []
         self._requests += len(requests)
-        short: list[Job] = []
+        short: list[EncodingJob] = []
         for request in requests:
             job = self._tokenizer.prepare(request, now)
-            if not isinstance(job, Job):
+            if not isinstance(job, EncodingJob):
                 self._send([job])
             elif job.characters > _LONG_CHARACTERS:
                 self._long.append((job, self._thread.submit(self._tokenizer.encode, [job])))
@@ -78,7 +78,7 @@ class TokenizerLoop:
         # An encoding in the library takes about a hundred bytes a character, which libc would keep.
         _LIBC.malloc_trim(0)
 
-    def _answer(self, job: Job, ids: Ids) -> None:
+    def _answer(self, job: EncodingJob, ids: Ids) -> None:
         self._prompt_tokens += len(ids)
         self._send(self._tokenizer.answer(job, ids, self._replicas()))
 
@@ -90,6 +90,6 @@ class TokenizerLoop:
             if isinstance(info.facts, WorkerFacts) and is_ready(info)
         }
 
-    def _send(self, letters: Sequence[Letter]) -> None:
+    def _send(self, letters: Sequence[Outgoing]) -> None:
         for to, message in letters:
             self._stage.outbox(to).send(message)

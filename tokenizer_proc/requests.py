@@ -1,7 +1,7 @@
 """Requests in, admissions or refusals out: the tokenizer's whole logic, without sockets.
 
-Three acts, so that the middle one, which is long for long texts, may run elsewhere: `prepare` says what is to be
-encoded, `encode` encodes it, `answer` turns ids into messages.
+It takes three steps, so that the middle one, which is slow for long texts, may run in a thread: `prepare` says what to
+encode, `encode` encodes it, `answer` turns ids into messages.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,8 +14,8 @@ from proto.messages import (
     Accepted,
     Admit,
     ChatMessage,
-    Message,
     Opening,
+    Outgoing,
     Reject,
     RejectCode,
     Submit,
@@ -27,22 +27,20 @@ from proto.messages import (
 )
 from proto.model import ModelManifest
 from tokenizer_proc.chat import ChatError, ChatTemplate
-from tokenizer_proc.encoding import Ids, Mode, Piece, TextEncoder
-from tokenizer_proc.limits import Refusal, check_ids, resolve_lengths, stop_ids
+from tokenizer_proc.encoding import EncodingMode, Ids, TextEncoder, TextPiece
+from tokenizer_proc.limits import RefusedError, check_encoded, resolve_lengths, stop_ids
 
 # Ids of the prompt that the detokenizer gets to see. A character has four bytes, thus at most four tokens, with
 # perhaps a few that have no text between them.
 _TAIL = 16
 
-Letter = tuple[Address, Message]
 
-
-class Job(msgspec.Struct, frozen=True):
-    """A request on its way: what is to be encoded for it."""
+class EncodingJob(msgspec.Struct, frozen=True):
+    """A request, and what to encode for it."""
 
     request: Submit | TokenizeCall
-    field: str  # where its prompt stands in the .proto
-    pieces: tuple[Piece, ...]
+    field: str  # path of its prompt in the .proto
+    pieces: tuple[TextPiece, ...]
     ids: Ids | None = None  # of a prompt that came as ids
 
     @property
@@ -72,64 +70,66 @@ class RequestTokenizer:
     def facts(self) -> TokenizerFacts:
         return TokenizerFacts(self._encoder.vocab_size, self._eos_ids, self._template is not None)
 
-    def prepare(self, request: Submit | TokenizeCall, now: int) -> Job | Letter:
-        """Say what is to be encoded, or refuse at once. `now` is monotonic ns. Main thread only (templates)."""
+    def prepare(self, request: Submit | TokenizeCall, now: int) -> EncodingJob | Outgoing:
+        """Say what to encode, or refuse at once. `now` is monotonic ns. Main thread only (templates)."""
         try:
             if isinstance(request, TokenizeCall):
                 return self._prepare_call(request)
             return self._prepare_submit(request, now)
-        except Refusal as refusal:
+        except RefusedError as refusal:
             return _refused(request, refusal)
 
-    def encode(self, jobs: Sequence[Job]) -> list[Ids]:
+    def encode(self, jobs: Sequence[EncodingJob]) -> list[Ids]:
         """Ids of each job, many at a time. Any thread."""
         encoded = self._encoder.encode([job.pieces for job in jobs])
         return [ids if job.ids is None else job.ids for job, ids in zip(jobs, encoded, strict=True)]
 
-    def answer(self, job: Job, ids: Ids, replicas: Mapping[int, WorkerFacts]) -> list[Letter]:
-        """What is to be sent for a job: exactly one Admit with its Accepted, one reply, or one Reject.
+    def answer(self, job: EncodingJob, ids: Ids, replicas: Mapping[int, WorkerFacts]) -> list[Outgoing]:
+        """The messages that a job ends in: an Admit with its Accepted, a reply, or a Reject.
 
         `replicas` are those that can take requests, with what their workers can do.
         """
         request = job.request
         if isinstance(request, TokenizeCall):
-            return [(_server(request.rid), TokenizeReply(request.rid, ids.tobytes(), self._encoder.spelling(ids)))]
+            reply = TokenizeReply(request.rid, ids.tobytes(), self._encoder.spelling(ids))
+            return [Outgoing(_server(request.rid), reply)]
         try:
-            return self._admit(request, job.field, ids, replicas)
-        except Refusal as refusal:
+            return self._admit(request, job, ids, replicas)
+        except RefusedError as refusal:
             return [_refused(request, refusal)]
 
-    def _prepare_call(self, call: TokenizeCall) -> Job:
+    def _prepare_call(self, call: TokenizeCall) -> EncodingJob:
         if call.chat is not None:
-            return Job(call, "chat", self._render("chat", call.chat, call.now))
-        mode = Mode.PROMPT if call.add_special_tokens else Mode.TEXT
-        return Job(call, "text", (Piece(call.text or "", mode),))
+            return EncodingJob(call, "chat", self._render(call.chat, call.now))
+        mode = EncodingMode.PROMPT if call.add_special_tokens else EncodingMode.TEXT
+        return EncodingJob(call, "text", (TextPiece(call.text or "", mode),))
 
-    def _prepare_submit(self, submit: Submit, now: int) -> Job:
+    def _prepare_submit(self, submit: Submit, now: int) -> EncodingJob:
         deadline = submit.params.deadline
         if deadline and now >= deadline:
-            raise Refusal(RejectCode.DEADLINE, "", "the deadline passed before the prompt was tokenized")
+            raise RefusedError(RejectCode.DEADLINE, "", "the deadline passed before the prompt was tokenized")
         if submit.token_ids is not None:
-            return Job(submit, "prompt.token_ids", (), column(submit.token_ids))
+            return EncodingJob(submit, "token_ids.ids", (), column(submit.token_ids))
         if submit.chat is not None:
-            return Job(submit, "prompt.chat", self._render("prompt.chat", submit.chat, submit.now))
-        return Job(submit, "prompt.text", (Piece(submit.text or "", Mode.PROMPT),))
+            return EncodingJob(submit, "chat", self._render(submit.chat, submit.now))
+        return EncodingJob(submit, "text", (TextPiece(submit.text or "", EncodingMode.PROMPT),))
 
-    def _render(self, field: str, messages: tuple[ChatMessage, ...], now: float) -> tuple[Piece, ...]:
+    def _render(self, messages: tuple[ChatMessage, ...], now: float) -> tuple[TextPiece, ...]:
         if self._template is None:
-            raise Refusal(RejectCode.INVALID, field, f"{field} needs a chat template, which this model does not have")
+            raise RefusedError(RejectCode.INVALID, "chat", "needs a chat template, which this model does not have")
         try:
             return self._template.pieces(messages, now)
         except ChatError as error:
-            raise Refusal(RejectCode.INVALID, field, f"{field}: {error}") from error
+            raise RefusedError(RejectCode.INVALID, "chat", str(error)) from error
 
-    def _admit(self, submit: Submit, field: str, ids: Ids, replicas: Mapping[int, WorkerFacts]) -> list[Letter]:
+    def _admit(self, submit: Submit, job: EncodingJob, ids: Ids, replicas: Mapping[int, WorkerFacts]) -> list[Outgoing]:
         if not replicas:
-            raise Refusal(RejectCode.UNAVAILABLE, "", "no worker is ready")
+            raise RefusedError(RejectCode.UNAVAILABLE, "", "no worker is ready")
         replica = _choose_replica(submit.rid, replicas)
         worker, params = replicas[replica], submit.params
-        lengths = resolve_lengths(field, len(ids), params, worker)
-        check_ids(field, ids, worker.vocab_size)
+        lengths = resolve_lengths(job.field, len(ids), params, worker)
+        if job.ids is None:
+            check_encoded(job.field, ids, worker.vocab_size)
         stops, num_eos = stop_ids(params, self._eos_ids, worker.vocab_size)
         opening = Opening(
             rid=submit.rid,
@@ -161,12 +161,14 @@ class RequestTokenizer:
             opening=encode(opening),
         )
         accepted = Accepted(submit.rid, submit.attempt, replica, len(ids))
-        return [(Address(StageKind.SCHEDULER, replica), admit), (_server(submit.rid), accepted)]
+        scheduler = Address(StageKind.SCHEDULER, replica)
+        return [Outgoing(scheduler, admit), Outgoing(_server(submit.rid), accepted)]
 
 
-def _refused(request: Submit | TokenizeCall, refusal: Refusal) -> Letter:
+def _refused(request: Submit | TokenizeCall, refusal: RefusedError) -> Outgoing:
     attempt = request.attempt if isinstance(request, Submit) else 0
-    return _server(request.rid), Reject(request.rid, attempt, refusal.code, refusal.field, refusal.message)
+    reject = Reject(request.rid, attempt, refusal.code, refusal.field, refusal.message)
+    return Outgoing(_server(request.rid), reject)
 
 
 def _server(rid: int) -> Address:

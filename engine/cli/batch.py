@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engine.arguments import whole
-from engine.cli.batch_file import BadLine, Job, Output, OutputError, count_lines, read_jobs
+from engine.cli.batch_file import BadLine, BatchJob, Output, OutputError, count_lines, read_jobs
 from engine.cli.errors import USED_WRONGLY, CommandError, complain
 from engine.cli.printing import describe_error, finish_record
 from engine.cli.target import add_target_arguments, open_target
@@ -127,7 +127,7 @@ class Batch:
             self._write_finished()
             self.tally.seconds = time.monotonic() - started
 
-    def _jobs(self) -> Iterator[Job | BadLine]:
+    def _jobs(self) -> Iterator[BatchJob | BadLine]:
         """What the output does not hold."""
         for job in read_jobs(self._path):
             if job.id in self._output.done:
@@ -135,7 +135,7 @@ class Batch:
             else:
                 yield job
 
-    async def _send(self, client: AsyncClient, address: str, jobs: Iterator[Job | BadLine]) -> None:
+    async def _send(self, client: AsyncClient, address: str, jobs: Iterator[BatchJob | BadLine]) -> None:
         """One of the senders, which take jobs in turn."""
         for job in jobs:
             if isinstance(job, BadLine):
@@ -149,7 +149,7 @@ class Batch:
             if self._trouble:
                 return
 
-    async def _answer(self, client: AsyncClient, address: str, job: Job) -> dict[str, Any] | None:
+    async def _answer(self, client: AsyncClient, address: str, job: BatchJob) -> dict[str, Any] | None:
         """The record of a job; None when it should be tried again by another run."""
         while True:
             try:
@@ -212,7 +212,7 @@ def _progress_bar() -> Progress:
     )
 
 
-def _record(job: Job, answer: pb.GenerateResponse) -> dict[str, Any]:
+def _record(job: BatchJob, answer: pb.GenerateResponse) -> dict[str, Any]:
     output = answer.outputs[0]
     record: dict[str, Any] = {
         "id": job.id,
@@ -236,7 +236,7 @@ def _record(job: Job, answer: pb.GenerateResponse) -> dict[str, Any]:
     return record
 
 
-def _error_record(job: Job, error: QuintetError) -> dict[str, Any]:
+def _error_record(job: BatchJob, error: QuintetError) -> dict[str, Any]:
     field = next((violation.field for violation in error.violations), "")
     return {
         "id": job.id,

@@ -41,7 +41,7 @@ class Line(msgspec.Struct):
     token_ids: list[int] | None = None
     messages: list[Turn] | None = None
 
-    def job(self, line: int, record_id: RecordId) -> "Job":
+    def job(self, line: int, record_id: RecordId) -> "BatchJob":
         """What to ask of a server. Raises ValueError when a value does not fit its field."""
         prompts: list[Prompt] = []
         if self.prompt is not None:
@@ -55,7 +55,7 @@ class Line(msgspec.Struct):
         given = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
         options = cast(GenerateOptions, {"work_class": "batch", **given})
         generate_request(prompts[0], options)
-        return Job(line, record_id, prompts[0], options)
+        return BatchJob(line, record_id, prompts[0], options)
 
 
 OptionLine: Any = msgspec.defstruct(
@@ -67,7 +67,7 @@ OptionLine: Any = msgspec.defstruct(
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BatchJob:
     """One line of the input that can be sent."""
 
     line: int  # from 1
@@ -85,7 +85,7 @@ class BadLine:
     message: str
 
 
-def read_jobs(path: Path) -> Iterator[Job | BadLine]:
+def read_jobs(path: Path) -> Iterator[BatchJob | BadLine]:
     """Every line of the input but blank ones. A line without an id, or with an earlier line's, is called "line-N"."""
     decode_id, decode_line = msgspec.json.Decoder(_Id).decode, msgspec.json.Decoder(OptionLine).decode
     lines_of: dict[RecordId, int] = {}
