@@ -22,6 +22,21 @@ from proto.message import Message as Message
 from proto.parameters import RequestParams as RequestParams
 from proto.parameters import Sampling as Sampling
 from proto.parameters import WorkClass as WorkClass
+from proto.supervision import Drained as Drained
+from proto.supervision import DrainRequest as DrainRequest
+from proto.supervision import Facts as Facts
+from proto.supervision import Heartbeat as Heartbeat
+from proto.supervision import Histogram as Histogram
+from proto.supervision import Progress as Progress
+from proto.supervision import Ready as Ready
+from proto.supervision import ServerFacts as ServerFacts
+from proto.supervision import Serving as Serving
+from proto.supervision import StageInfo as StageInfo
+from proto.supervision import StageState as StageState
+from proto.supervision import Stop as Stop
+from proto.supervision import TokenizerFacts as TokenizerFacts
+from proto.supervision import WorkerFacts as WorkerFacts
+from proto.supervision import World as World
 
 I32 = np.dtype("<i4")
 U32 = np.dtype("<u4")
@@ -358,118 +373,6 @@ class Desync(Message, frozen=True, tag="desync"):
     step: int
     expected_epoch: int
     expected_previous: int
-
-
-# --------------------------------------------------------------------------- supervision
-
-
-class WorkerFacts(Message, frozen=True, tag="worker_facts"):
-    """What a worker found it can do."""
-
-    num_pages: int  # of group 0 (see StepPlan); 0 = no layer attends to all positions
-    page_size: int
-    max_model_len: int  # the smallest of the flag, the model and what the pages hold
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    vocab_size: int
-    device: str
-    dtype: str
-    kv_bytes_per_token: int
-    window: int = 0  # positions that layers of group 1 attend to, the token's own included; 0 = there is no such group
-    window_pages: int = 0  # of group 1
-
-
-class TokenizerFacts(Message, frozen=True, tag="tokenizer_facts"):
-    vocab_size: int  # ids that the tokenizer knows
-    eos_ids: tuple[int, ...]
-    has_chat_template: bool
-
-
-class ServerFacts(Message, frozen=True, tag="server_facts"):
-    address: str  # host:port that it serves
-
-
-Facts = WorkerFacts | TokenizerFacts | ServerFacts | None
-
-
-class Ready(Message, frozen=True, tag="ready"):
-    """Every stage → supervisor, once: it can work."""
-
-    pid: int  # its own; with --wrap the supervisor's child is the wrapper
-    schema: str
-    facts: Facts
-
-
-class Progress(Message, frozen=True, tag="progress"):
-    """A starting stage → supervisor: long work goes on."""
-
-    text: str
-    done: int
-    total: int  # 0 = unknown
-
-
-class Histogram(Message, frozen=True, tag="histogram"):
-    """How values of one quantity are spread, since the process started."""
-
-    counts: tuple[int, ...]  # by bucket of the metric (`proto.metrics`), and at last of what is beyond all of them
-    sum: float
-
-
-class Heartbeat(Message, frozen=True, tag="heartbeat"):
-    """Every stage → supervisor, once a second. The source of all metrics.
-
-    A busy stage whose `progress` stands still may hang; see `engine.hangs`. Counters and histograms, by the names of
-    `proto.metrics`, are for people to read: nothing is decided by them.
-    """
-
-    counters: dict[str, float]  # gauges too
-    busy: bool = False  # there is work that ought to make progress
-    progress: int = 0  # grows with every piece of work done
-    histograms: dict[str, Histogram] = msgspec.field(default_factory=dict)
-
-
-class Serving(Message, frozen=True, tag="serving"):
-    """Server → supervisor: its address answers and the ring has passed a token."""
-
-
-class DrainRequest(Message, frozen=True, tag="drain_request"):
-    """Server → supervisor: a caller of Control.Drain asks for it."""
-
-
-class Drained(Message, frozen=True, tag="drained"):
-    """Server → supervisor: no stream is left."""
-
-
-class StageState(IntEnum):
-    STARTING = 0
-    READY = 1
-    STOPPED = 2  # SIGSTOP: alive but not running
-    DEAD = 3
-
-
-class StageInfo(Message, frozen=True, tag="stage"):
-    address: Address
-    incarnation: int
-    pid: int
-    state: StageState
-    facts: Facts
-    rss_bytes: int
-    cpu_seconds: float
-    restarts: int
-    counters: dict[str, float]  # of the last heartbeat, as histograms
-    histograms: dict[str, Histogram] = msgspec.field(default_factory=dict)
-
-
-class World(Message, frozen=True, tag="world"):
-    """Supervisor → every stage, at each change and once a second: who lives."""
-
-    stages: tuple[StageInfo, ...]
-    draining: bool
-    failure: str  # not empty: the instance is ending because of this
-
-
-class Stop(Message, frozen=True, tag="stop"):
-    """Supervisor → stage: finish at once and exit 0."""
 
 
 # --------------------------------------------------------------------------- inboxes

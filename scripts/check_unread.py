@@ -29,6 +29,7 @@ READERS: dict[str, tuple[str, ...]] = {
         "superseded",
         "wasted_rows",
     ),
+    "server/validate.py, by the names of proto/parameters.py's fields": ("temperature",),
     "quintet estimate --json, by dataclasses.asdict": ("memory_bytes",),
     "an annotation, as a string": ("Axes",),
     "callers, in protobuf messages": ("eos_token_id", "stop_string", "stop_token_id"),
