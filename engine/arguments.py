@@ -111,6 +111,18 @@ def host_port(text: str) -> str:
     return text
 
 
+def explained(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Return the type that `parse` makes of a text, for a function that raises ValueError or OSError."""
+
+    def parse_argument(text: str) -> T:
+        try:
+            return parse(text)
+        except (ValueError, OSError) as error:
+            raise ArgumentTypeError(str(error)) from None
+
+    return parse_argument
+
+
 def output_file(text: str) -> Path:
     """Parse the path of a file to write, so that a bad one is refused before the work and not after it."""
     path = Path(text)

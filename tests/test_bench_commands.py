@@ -84,7 +84,7 @@ def test_an_interrupted_run_shows_what_it_has(address: str, tmp_path: Path) -> N
         bench.send_signal(signal.SIGINT)
         shown, _ = bench.communicate(timeout=30)
     assert bench.returncode == 130
-    assert "interrupted when" in shown
+    assert "interrupted after" in shown
     document = json.loads(out.read_text())
     assert document["interrupted"]
     assert 0 < document["result"]["completed"] == len(document["requests"])
@@ -137,7 +137,7 @@ def test_matplotlib_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         (["online"], "one of the arguments --rate --concurrency is required"),
         (["online", "--rate", "1", "--concurrency", "1"], "not allowed with"),
         (["online", "--rate", "0"], "above 0"),
-        (["online", "--rate", "1", "--work", "talk"], "'talk' is none of"),
+        (["online", "--rate", "1", "--work", "talk"], "must name chat, agent, batch or a mix of these, got 'talk'"),
         (["online", "--rate", "1", "--lengths", "/nowhere"], "/nowhere"),
         (["host", "--model", MODEL, "--batch", "1,0"], "must be at least 1, got 0"),
     ],

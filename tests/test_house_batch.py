@@ -74,15 +74,15 @@ def test_answers_each_kind_of_prompt(fake: FakeServer, tmp_path: Path) -> None:
 
 BAD_LINES: dict[str, tuple[dict[str, Any] | str, str]] = {
     "not json": ("not json", "malformed"),
-    "no prompt": ({"id": 1}, "exactly one of prompt, token_ids and messages is needed, not 0"),
-    "two prompts": ({"id": 1, "prompt": "x", "token_ids": [1]}, "not 2"),
+    "no prompt": ({"id": 1}, "needs exactly one of prompt, token_ids and messages, got 0"),
+    "two prompts": ({"id": 1, "prompt": "x", "token_ids": [1]}, "got 2"),
     "wrong type": ({"id": 1, "prompt": "x", "max_new_tokens": "5"}, "$.max_new_tokens"),
     "unknown field": ({"id": 1, "prompt": "x", "max_tokens": 5}, "max_tokens"),
     "out of 32 bits": ({"id": 1, "prompt": "x", "max_new_tokens": 1 << 31}, "max_new_tokens: Value out of range"),
     "lone surrogate": ('{"id": 1, "prompt": "\\ud800"}', ""),
     "list": ("[1, 2]", "Expected `object`"),
-    "same id": ({"id": "good", "prompt": "x"}, "id 'good' is that of line 1 already"),
-    "default id of another": ({"id": "line-9", "prompt": "x"}, "kept for a line without an id"),
+    "same id": ({"id": "good", "prompt": "x"}, "id 'good' is already used by line 1"),
+    "default id of another": ({"id": "line-9", "prompt": "x"}, "reserved for a line without an id"),
 }
 
 
@@ -149,7 +149,7 @@ def test_a_second_run_does_only_the_rest(fake: FakeServer, tmp_path: Path, capsy
     assert (tmp_path / "out.jsonl").read_bytes().startswith(before)
     assert records(tmp_path / "out.jsonl").keys() == set(range(8))
     assert sorted(request.text for request in fake.requests) == sorted(f"p{i}" for i in range(8))
-    assert "8 lines, 3 completed, 0 failed, 5 done before" in capsys.readouterr().err
+    assert "8 lines, 3 completed, 0 failed, 5 already done" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("line", "code"), [({"id": 2, "prompt": "b"}, 0), ("bad line", 1)])
@@ -172,7 +172,7 @@ def test_a_server_that_goes_leaves_lines_for_the_next_run(
     source = write(tmp_path / "in.jsonl", *({"id": i, "prompt": f"p{i}"} for i in range(6)))
     assert batch(fake, source, "--concurrency", "1") == 1
     assert records(tmp_path / "out.jsonl").keys() == {0, 1, 2}
-    assert "3 left for another run of the same command. UNAVAILABLE: draining" in capsys.readouterr().err
+    assert "3 lines have no result: run the same command again. UNAVAILABLE: draining" in capsys.readouterr().err
     fake.reply = echo
     assert batch(fake, source) == 0
     assert records(tmp_path / "out.jsonl").keys() == set(range(6))
@@ -203,7 +203,7 @@ def test_somebody_elses_file_is_left_alone(
     (tmp_path / "out.jsonl").write_text(text)
     assert batch(fake, source) == 2
     assert (tmp_path / "out.jsonl").read_text() == text
-    assert "no result of ours" in capsys.readouterr().err
+    assert "not a result of this command" in capsys.readouterr().err
 
 
 def test_two_runs_do_not_share_an_output(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_an_unknown_command_is_told_and_not_sent(
     fake: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert chat(fake, monkeypatch, "/rest\n") == 1
-    assert "/rest is no command" in capsys.readouterr().err
+    assert "unknown command /rest" in capsys.readouterr().err
     assert not fake.requests
 
 

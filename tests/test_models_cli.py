@@ -152,7 +152,7 @@ def test_layers_behind_a_window_keep_pages_of_the_window_only() -> None:
     assert sizes.kv_pool_bytes is not None
     # For sequences of 400 tokens, four windows, memory is divided.
     assert sizes.sequences == sizes.kv_pool_bytes // sizes.sequence_bytes
-    assert "25 pages and 9 pages of layers behind a window" in estimate._table(sizes)
+    assert "25 pages and 9 pages of layers with a window" in estimate._table(sizes)
     shorter = estimate.estimate(config, sequence_length=90, max_model_len=90)
     assert (shorter.pages_per_sequence, shorter.window_pages_per_sequence) == (6, 0)
 
@@ -315,7 +315,7 @@ def test_a_foreign_proto_is_found_before_it_breaks_imports(tmp_path: Path) -> No
         check=False,
     )
     assert done.returncode == 1, done.stderr
-    assert f"{tmp_path / 'proto' / '__init__.py'} is another's" in done.stdout
+    assert f"{tmp_path / 'proto' / '__init__.py'} belongs to another distribution" in done.stdout
 
 
 def test_a_taken_port_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,1 +1,1 @@
-"""What `quintet bench` is made of: requests to send, clients that send them, and what is said about the answers."""
+"""The parts of `quintet bench`: requests to send, clients that send them, reports on the answers."""

@@ -1,4 +1,4 @@
-"""Under which conditions something was measured: a number without them says nothing."""
+"""The conditions of a measurement, without which its numbers say nothing."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ from quintet_client import AsyncClient
 
 
 def machine() -> dict[str, Any]:
-    """This machine, and how busy it is with other work at this moment."""
+    """Describe this machine, and how busy it is with other work at this moment."""
     return {
         "cpu": _cpu_name(),
         "cpus": len(os.sched_getaffinity(0)),
@@ -27,7 +27,7 @@ def machine() -> dict[str, Any]:
 
 
 def command_line() -> Sequence[str]:
-    """The flags of this run."""
+    """Return the flags of this run."""
     return sys.argv[1:]
 
 
@@ -51,7 +51,7 @@ async def server(client: AsyncClient) -> dict[str, Any]:
 
 
 def in_words(conditions: dict[str, Any]) -> str:
-    """One line for a table's foot."""
+    """Write the machine's conditions as one line below a table."""
     gigabytes = conditions["memory_bytes"] / 2**30
     return (
         f"{conditions['cpus']} CPUs ({conditions['cpu']}), {gigabytes:.0f} GiB, Python {conditions['python']}, "

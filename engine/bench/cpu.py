@@ -1,4 +1,4 @@
-"""How much CPU time a process took, to the microsecond: /proc/PID/stat counts only hundredths of a second."""
+"""CPU time of processes, to the microsecond: /proc/PID/stat counts only hundredths of a second."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class CpuTime:
-    """Seconds on a CPU and seconds ready but waiting for one, over the threads that live."""
+    """Seconds on a CPU and seconds ready but waiting for one, over all living threads."""
 
     running: float
     waiting: float
@@ -17,7 +17,7 @@ class CpuTime:
 
 
 def cpu_time(pid: int | None = None) -> CpuTime:
-    """Of a process, or of this one (proc(5), schedstat). Raises OSError when it is gone."""
+    """Read the CPU time of a process, or of this one (proc(5), schedstat). Raises OSError when it is gone."""
     running = waiting = 0
     for task in Path(f"/proc/{pid or 'self'}/task").iterdir():
         try:
@@ -30,5 +30,5 @@ def cpu_time(pid: int | None = None) -> CpuTime:
 
 
 def cpu_times(pids: Mapping[str, int]) -> dict[str, CpuTime]:
-    """Of several processes by name."""
+    """Read the CPU times of several processes by name."""
     return {name: cpu_time(pid) for name, pid in pids.items()}

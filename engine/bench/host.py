@@ -20,7 +20,7 @@ from engine.config import ServeConfig
 from engine.models import prepare
 from proto.model import ModelManifest
 
-_SINK_SECONDS = 0.001  # between looks: few, so that the sink takes little from two CPUs
+_SINK_SECONDS = 0.001  # between two looks, so that the sink takes little of two CPUs
 _CHECK_SECONDS = 0.25
 _SETTLE_SECONDS = 0.5  # after the last prompt's prefill
 _FILL_SECONDS = 120.0
@@ -67,7 +67,7 @@ def measure(
 
 
 class _ClosedLoop:
-    """So many requests under way at any time."""
+    """Keeps a fixed number of requests in flight."""
 
     def __init__(self, vocab_size: int, batch: int, prompt_tokens: int, output_tokens: int) -> None:
         self.batch = batch
@@ -77,14 +77,14 @@ class _ClosedLoop:
         self._output_tokens = output_tokens
 
     def begin(self, pair: Pair) -> None:
-        """Send the first, of different lengths so that their ends are spread over time."""
+        """Send the first requests, of different lengths so that their ends are spread over time."""
         for number in range(self.batch):
-            # Not so short that the first ends before the last began.
+            # Long enough that the first does not end before the last begins.
             share = 1.0 + (number + 1) / self.batch
             self._send(pair, int(self._output_tokens * share))
 
     def turn(self, pair: Pair) -> None:
-        """Sink what came and replace what ended."""
+        """Sink the tokens that came, and replace requests that ended."""
         for _ in range(pair.drain()):
             self._send(pair, self._output_tokens)
 
@@ -124,10 +124,10 @@ def _run(pair: Pair, load: _ClosedLoop, seconds: float, until: Callable[[], bool
 
 
 def _window(beats: Sequence[Beat], since: float) -> tuple[Beat, Beat]:
-    """The first and the last heartbeat of the measured time. Raises PairError."""
+    """Return the first and the last heartbeat of the measured time. Raises PairError."""
     inside = [beat for beat in beats if beat.came >= since]
     if len(inside) < 2:
-        raise PairError("too few heartbeats came: measure for at least 3 s")
+        raise PairError("fewer than two heartbeats arrived while measuring: raise --seconds")
     return inside[0], inside[-1]
 
 
@@ -139,8 +139,8 @@ def _device(first: Beat, last: Beat) -> dict[str, float]:
     busy = grown("device_busy_seconds")
     seconds = last.came - first.came
     return {
-        # Of the time in which rows were running; and of all time, in which one request may have ended before
-        # the next one came.
+        # The first is a share of the time in which rows were running; the second of all time, in which a request may
+        # have ended before the next one came.
         "busy_share": busy / max(busy + grown("device_idle_seconds"), 1e-9),
         "busy_share_of_wall": busy / seconds,
         "device_step_us": busy / steps * 1e6,
@@ -184,12 +184,12 @@ _COLUMNS = (
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """One row a case."""
+    """Print one row for each case."""
     given = result["conditions"]
     console.print(
         f"{given['model']} on {given['device']}, {given['prompt_tokens']} in/{given['output_tokens']} out\n"
-        "µs a step: of the device, from plan to result, CPU time of each process, to make a plan, and how long "
-        "scheduler and worker were ready but had no CPU\n"
+        "µs a step: the device's time, from plan to result, CPU time of each process, time to make a plan, and how "
+        "long scheduler and worker waited for a CPU\n"
     )
     table = Table(box=None, pad_edge=False)
     for name, _, _ in _COLUMNS:

@@ -1,4 +1,4 @@
-"""Clients that send requests and note when the tokens come. One event loop, one connection."""
+"""Clients that send requests and record when the tokens arrive, on one event loop and one connection."""
 
 import asyncio
 import signal
@@ -14,12 +14,12 @@ from quintet_client import AsyncClient, GenerateOptions, QuintetError
 from quintet_client.options import WorkClassName
 from quintet_client.v1 import inference_pb2 as pb
 
-_SHORT = "SHORT_OUTPUT"  # no error, and yet other than the tokens asked for
+_SHORT = "SHORT_OUTPUT"  # no error, but not as many tokens as asked for
 
 
 @dataclass(slots=True)
 class Call:
-    """What became of one request. Times in seconds of CLOCK_MONOTONIC."""
+    """The outcome of one request. Times in seconds of CLOCK_MONOTONIC."""
 
     work_class: WorkClassName
     prompt_tokens: int
@@ -31,12 +31,12 @@ class Call:
 
     @property
     def seconds(self) -> float:
-        """End to end."""
+        """Time from end to end."""
         return self.ended - self.clock.started
 
 
 class Load:
-    """Sends jobs to one server and keeps what became of them in `calls`."""
+    """Sends jobs to one server and keeps their outcomes in `calls`."""
 
     def __init__(self, client: AsyncClient, *, timeout: float, stream: bool = True) -> None:
         """`timeout` is each call's deadline in seconds; without `stream` each answer comes whole."""
@@ -48,7 +48,7 @@ class Load:
         self._run = self._streamed if stream else self._whole
 
     async def open_loop(self, jobs: Iterable[Job], offsets: list[float]) -> None:
-        """Send each job at its offset in seconds from now, whatever became of those before."""
+        """Send each job at its offset in seconds from now, whether or not earlier ones have ended."""
         start = time.monotonic()
         async with asyncio.TaskGroup() as group:
             for job, offset in zip(jobs, offsets, strict=False):
@@ -57,7 +57,7 @@ class Load:
                 group.create_task(self._call(job, due))
 
     async def closed_loop(self, jobs: Iterator[Job], concurrency: int) -> None:
-        """So many clients, each of which sends the next job when its last one has ended; until there is none."""
+        """Let so many clients each send the next job once their last one has ended, until there is none left."""
 
         async def client() -> None:
             for job in jobs:
@@ -100,15 +100,15 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """How long a run of clients took, and how much of one CPU they used (more than 1: of several)."""
+    """How long a run of clients took, and the share of one CPU that they used (above 1: of several)."""
 
     seconds: float
     cpu_share: float
-    interrupted: bool  # by ^C: what had ended until then counts
+    interrupted: bool  # by ^C: what had ended by then counts
 
 
 async def watched(run: Callable[[], Coroutine[Any, Any, None]]) -> Watched:
-    """Await a run of clients in this process, to its end or to ^C."""
+    """Await a run of clients in this process, until it ends or ^C stops it."""
     began, cpu = time.monotonic(), time.process_time()
     loop, clients = asyncio.get_running_loop(), asyncio.create_task(run())
     loop.add_signal_handler(signal.SIGINT, clients.cancel)

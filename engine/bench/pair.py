@@ -1,4 +1,4 @@
-"""A scheduler and a worker as processes of their own, with this process in the places of all other stages."""
+"""A scheduler and a worker in processes of their own, with this process in place of all other stages."""
 
 import sys
 import time
@@ -45,7 +45,7 @@ _START_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A heartbeat, and the monotonic second in which it came."""
+    """A heartbeat's counters, and the monotonic second at which it came."""
 
     came: float
     counters: dict[str, float]
@@ -75,8 +75,8 @@ class Pair:
         self.beats: dict[str, list[Beat]] = {}  # by label
         self.tokens = 0
         self.finished = 0
-        self.step = 0  # of the last Emit
-        self.rows = 0  # that the last Emit has
+        self.step = 0  # number of the last Emit's step
+        self.rows = 0  # number of rows in the last Emit
         try:
             for address in (_WORKER, _SCHEDULER):
                 self._start(config, around, address)
@@ -101,12 +101,12 @@ class Pair:
         self.beats[address.kind.label] = []
 
     def _await_ready(self) -> WorkerFacts:
-        """The scheduler is ready only when it has heard of a ready worker."""
+        """Wait until both are ready; the scheduler is once it has heard of a ready worker."""
         outbox = self._outbox(Address(StageKind.SUPERVISOR, 0), _SCHEDULER)
         end = time.monotonic() + _START_SECONDS
         while _SCHEDULER not in self._facts:
             if time.monotonic() > end:
-                raise PairError(f"the stages are not ready after {_START_SECONDS:g} s:\n{self._last_lines()}")
+                raise PairError(f"scheduler and worker are not ready after {_START_SECONDS:g} s:\n{self._last_lines()}")
             self._supervisor.wait(0.05)
             self.drain()
             self.check()
@@ -178,7 +178,7 @@ class Pair:
         )
 
     def drain(self) -> int:
-        """Take what has come. Returns how many requests ended."""
+        """Process all messages that have arrived. Returns how many requests ended."""
         self._admits.flush()
         before = self.finished
         for emit in self._detokenizer.drain():
@@ -191,10 +191,10 @@ class Pair:
         return self.finished - before
 
     def check(self) -> None:
-        """See that both live and take the requests. Raises PairError."""
+        """Raise PairError when a process has ended or a request was refused."""
         for message in self._server.drain():
             if isinstance(message, Reject):
-                raise PairError(f"the scheduler refuses a request: {message.message}")
+                raise PairError(f"the scheduler rejected a request: {message.message}")
         for address, process in self._processes.items():
             if process.reap():
                 process.rest()
@@ -211,5 +211,5 @@ class Pair:
             self.finished += int(np.count_nonzero(column(emit.finishes, U8)))
 
     def cpu(self) -> dict[str, CpuTime]:
-        """Of both stages by label."""
+        """Read the CPU times of both stages, by label."""
         return cpu_times({address.kind.label: process.pid for address, process in self._processes.items()})

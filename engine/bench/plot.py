@@ -1,4 +1,4 @@
-"""A picture of a run: distributions of the latencies, and tokens over time. Needs matplotlib (extra `dev`)."""
+"""Plots of a run: distributions of the latencies, and tokens over time. Needs matplotlib (extra `dev`)."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _BINS = 100
 
 
 def why_not() -> str:
-    """What stands in the way of a plot; "" = nothing."""
+    """Say what prevents a plot; "" = nothing."""
     if importlib.util.find_spec("matplotlib") is None:
         return "--plot needs matplotlib: pip install matplotlib, or Quintet's extra `dev`"
     return ""
@@ -58,7 +58,7 @@ def _distribution(axes: "Axes", name: str, values: list[float], limit: float | N
 
 
 def _ends(axes: "Axes", good: Sequence[Call]) -> None:
-    """Output tokens a second, each request's spread evenly over its time."""
+    """Plot output tokens a second, each request's spread evenly over its time."""
     axes.set_xlabel("time (s)")
     axes.set_ylabel("output tokens a second")
     axes.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""What the calls of a run say together."""
+"""Statistics over the calls of a run."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ PERCENTS = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a good answer keeps, in ms; None = nothing is asked."""
+    """Limits that a good answer keeps, in ms; None = no limit."""
 
     ttft_ms: float | None = None
     itl_ms: float | None = None  # of the mean inter-token latency of the request
 
     def keeps(self, call: Call) -> bool:
-        """Whether a call ended well and in time."""
+        """True when a call succeeded and was in time."""
         if call.error:
             return False
         numbers = call.clock.numbers()
@@ -30,7 +30,7 @@ class Slo:
 
 
 def distribution(values: Sequence[float]) -> dict[str, float]:
-    """Mean, p50, p90, p99 (by nearest rank) and max; empty for no value."""
+    """Compute mean, p50, p90, p99 (by nearest rank) and max; empty without values."""
     if not values:
         return {}
     names = (*(f"p{percent}" for percent in PERCENTS), "max")
@@ -39,7 +39,7 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
 
 
 def summary(calls: Sequence[Call], seconds: float, slo: Slo) -> dict[str, Any]:
-    """Everything that is reported of a run of so many seconds. Latencies in ms, of calls that ended well."""
+    """Summarise a run of so many seconds. Latencies are in ms, of calls that succeeded."""
     good = [call for call in calls if not call.error]
     output = sum(call.clock.tokens for call in calls)
     prompt = sum(call.prompt_tokens for call in good)
@@ -71,7 +71,7 @@ def summary(calls: Sequence[Call], seconds: float, slo: Slo) -> dict[str, Any]:
 
 
 def by_class(calls: Sequence[Call], seconds: float, slo: Slo) -> dict[str, dict[str, Any]]:
-    """A summary for each class of work, where there are several."""
+    """Summarise each class of work, if there are several."""
     classes = dict.fromkeys(call.work_class for call in calls)
     if len(classes) < 2:
         return {}
@@ -79,7 +79,7 @@ def by_class(calls: Sequence[Call], seconds: float, slo: Slo) -> dict[str, dict[
 
 
 def records(calls: Sequence[Call], start: float) -> list[dict[str, Any]]:
-    """One plain object for each call, in the order in which they were due; times in seconds from `start`."""
+    """List every call as a plain object, in the order in which they were due; times in seconds from `start`."""
     return [
         {
             "work_class": call.work_class,

@@ -1,4 +1,4 @@
-"""`quintet bench online` and `offline`: measure a server from outside, as its callers see it."""
+"""`quintet bench online` and `offline`: measure a server as its callers see it."""
 
 import itertools
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _OFFLINE_QUEUE = 2  # requests at once for each sequence that the server runs
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How to load the server: by `rate` a second, or by `concurrency`; None of both: as much as it can run."""
+    """How to load the server: at a `rate` a second, or with a `concurrency`; without either, as much as it can run."""
 
     work: Work
     requests: int
@@ -54,7 +54,7 @@ async def measure(address: str, plan: Plan) -> tuple[dict[str, Any], list[Call]]
     total["client_cpu_share"] = watch.cpu_share
     doubts = warnings(total)
     if watch.interrupted:
-        doubts.append(f"interrupted when {len(load.calls)} of {plan.requests} requests had ended")
+        doubts.append(f"interrupted after {len(load.calls)} of {plan.requests} requests")
     result = {
         "conditions": {
             **surroundings,
@@ -76,23 +76,23 @@ async def measure(address: str, plan: Plan) -> tuple[dict[str, Any], list[Call]]
 
 
 def warnings(total: dict[str, Any]) -> list[str]:
-    """What makes the numbers doubtful."""
+    """List what makes the numbers doubtful."""
     found = []
     if total["client_cpu_share"] > _BUSY_CLIENT:
         found.append(
-            f"this client used {total['client_cpu_share']:.0%} of a CPU: it may be the limit, not the server; "
-            "run several at once and add up"
+            f"this client used {total['client_cpu_share']:.0%} of a CPU, so it may be the limit, not the server: "
+            "run several clients at once and add up their figures"
         )
     late = total["sent_late_ms"].get("p99", 0.0)
     if late > _LATE_CLIENT_MS:
-        found.append(f"requests were sent up to {late:.0f} ms (p99) late: the client or its machine is overloaded")
+        found.append(f"requests were sent {late:.0f} ms late at p99: the client or its machine is overloaded")
     for code, count in total["errors"].items():
-        found.append(f"{count} of {total['requests']} requests ended with {code}; latencies are of the others")
+        found.append(f"{count} of {total['requests']} requests ended with {code}; latencies are those of the others")
     return found
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """The result for people."""
+    """Print the result as tables and sentences."""
     total = result["result"]
     server = result["conditions"]["server"]
     console.print(f"{result['conditions']['work']} on {server['model']} ({server['device']} {server['dtype']})\n")
@@ -104,7 +104,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     for warning in result["warnings"]:
         console.print(f"[yellow]{warning}")
     for code, message in result["first_errors"].items():
-        console.print(f"the first {code}: {message}", style="yellow", markup=False)
+        console.print(f"first {code}: {message}", style="yellow", markup=False)
 
 
 def _latencies(summaries: dict[str, dict[str, Any]]) -> Table:

@@ -1,4 +1,4 @@
-"""What to ask for: requests of given lengths, the same for the same seed."""
+"""Requests of given lengths, the same for the same seed."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,14 +41,14 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Shapes to draw from, each with its weight."""
+    """Shapes of requests to draw from, each with its weight."""
 
     name: str
     shapes: Sequence[Shape]
     weights: Sequence[float]
 
     def jobs(self, vocab_size: int, seed: int) -> Iterator[Job]:
-        """Requests without end, made as they are asked for."""
+        """Yield requests without end."""
         lengths, ids = np.random.default_rng((seed, 0)), np.random.default_rng((seed, 1))
         longest = max(shape.prefix_tokens for shape in self.shapes)
         prefix = np.random.default_rng((seed, 2)).integers(0, vocab_size, longest).tolist()
@@ -60,23 +60,23 @@ class Work:
 
 
 def preset_work(text: str) -> Work:
-    """`chat`, or a mix with weights as in `chat=3,batch=1`. Raises ValueError."""
+    """Parse "chat", or a mix with weights such as "chat=3,batch=1". Raises ValueError."""
     shapes, weights = [], []
     for part in text.split(","):
         name, _, weight = part.partition("=")
         if name not in PRESETS:
-            raise ValueError(f"{name!r} is none of {', '.join(PRESETS)}")
+            raise ValueError(f"must name {', '.join(PRESETS)} or a mix of these, got {name!r}")
         shapes.append(PRESETS[name])
         try:
             weights.append(float(weight or 1))
         except ValueError:
-            raise ValueError(f"the weight of {name} is {weight!r}, not a number") from None
+            raise ValueError(f"the weight of {name} must be a number, got {weight!r}") from None
         if not 0 < weights[-1] < float("inf"):
-            raise ValueError(f"the weight of {name} is {weight}; it must be above 0")
+            raise ValueError(f"the weight of {name} must be finite and above 0, got {weight}")
     return Work(text, shapes, weights)
 
 
-_LONGEST = 10_000_000  # tokens: more than any model takes, and little enough to be drawn
+_LONGEST = 10_000_000  # tokens: more than any model takes, and few enough to draw
 
 
 class _Lengths(msgspec.Struct, forbid_unknown_fields=True):
@@ -88,7 +88,7 @@ class _Lengths(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def work_of_file(path: Path) -> Work:
-    """Lengths of real requests, one JSON object a line, drawn with equal chances. Raises ValueError, OSError."""
+    """Read lengths of real requests, one JSON object a line, to draw with equal chances. Raises ValueError, OSError."""
     shapes = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
@@ -99,14 +99,16 @@ def work_of_file(path: Path) -> Work:
             raise ValueError(f"{path}, line {number}: {error}") from None
         work_class = next((name for name in _CLASSES if name == entry.work_class), None)
         if work_class is None:
-            raise ValueError(f"{path}, line {number}: work_class {entry.work_class!r} is none of {', '.join(_CLASSES)}")
+            raise ValueError(
+                f"{path}, line {number}: work_class must be one of {', '.join(_CLASSES)}, got {entry.work_class!r}"
+            )
         shapes.append(Shape(work_class, entry.prompt_tokens, entry.output_tokens))
     if not shapes:
-        raise ValueError(f"{path} holds no line")
+        raise ValueError(f"{path} is empty")
     return Work(str(path), shapes, [1.0] * len(shapes))
 
 
 def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
-    """Seconds from the start at which requests of a Poisson process of `rate` a second arrive."""
+    """Draw when requests arrive, in seconds from the start, as a Poisson process of `rate` a second."""
     times: list[float] = np.cumsum(np.random.default_rng((seed, 3)).exponential(1 / rate, count)).tolist()
     return times

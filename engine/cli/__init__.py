@@ -12,7 +12,7 @@ from engine.cli.streams import give_up_stdout, open_missing
 
 _COMMANDS = {
     "serve": "run a model behind gRPC",
-    "generate": "complete a prompt",
+    "generate": "answer a prompt, streamed to the terminal",
     "chat": "talk to a model in the terminal",
     "batch": "run a file of requests",
     "bench": "measure latency and throughput",
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output left
+    except BrokenPipeError:  # nobody reads our output any more
         give_up_stdout()
         return FAILED
     except OSError as error:  # a full disk behind stdout, say; commands explain those of their own files
@@ -47,7 +47,7 @@ def _run(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="quintet", description="LLM inference engine in five processes.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     if words and words[0] in _COMMANDS:
-        # Before the import, which a foreign `proto` would end in a traceback. The doctor tells of it in its own way.
+        # Check first: importing a command with a foreign `proto` ends in a traceback. The doctor reports it itself.
         if words[0] != "doctor" and (clash := _foreign_proto()):
             raise CommandError(clash, USED_WRONGLY)
         module = importlib.import_module(f"engine.cli.{words[0]}")
@@ -67,6 +67,6 @@ def _foreign_proto() -> str:
         return ""
     found = spec.origin if spec is not None else None
     return (
-        f"`import proto` finds {found}, not {ours}: another distribution (proto-plus?) installs a package of "
-        "that name; give Quintet an environment of its own"
+        f"`import proto` finds {found} instead of {ours}: another distribution, such as proto-plus, installs a package "
+        "of that name. Install Quintet in an environment of its own"
     )

@@ -22,20 +22,21 @@ from engine.cli.target import add_target_arguments, open_target
 from quintet_client import AsyncClient, QuintetError
 from quintet_client.v1 import inference_pb2 as pb
 
-# These say nothing about the request: it is left out of the results, so that the next run tries it again.
+# These say nothing about the request, which gets no result, so that the next run tries it again.
 _NOT_ITS_FAULT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser(
         "batch",
-        help="run a file of requests",
-        description="Run a file of requests, one JSON object a line: exactly one of prompt, token_ids and messages, "
+        description="Run a file of requests, one JSON object per line: exactly one of prompt, token_ids and messages, "
         "an optional id, and fields of inference.proto such as max_new_tokens or temperature. Results are appended as "
-        "they come, in any order. Run again, it goes on where it stopped: ids that the output holds are skipped.",
+        "they arrive, in any order. The same command run again skips the ids that the output already has.",
     )
-    parser.add_argument("input", metavar="IN.jsonl", type=Path)
-    parser.add_argument("-o", "--output", metavar="OUT.jsonl", type=Path, required=True)
+    parser.add_argument("input", metavar="IN.jsonl", type=Path, help="file of requests")
+    parser.add_argument(
+        "-o", "--output", metavar="OUT.jsonl", type=Path, required=True, help="file that results are appended to"
+    )
     parser.add_argument(
         "--concurrency", type=whole(1), default=64, metavar="N", help="requests in flight (default: %(default)s)"
     )
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         except CommandError as error:  # no server
             raise CommandError(str(error), USED_WRONGLY) from None
         except KeyboardInterrupt:
-            complain("interrupted; the same command goes on from here")
+            complain("interrupted; run the same command again to continue")
             raise
         except OSError as error:
             raise CommandError(f"{args.output}: {error.strerror}", USED_WRONGLY) from None
@@ -70,9 +71,9 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass
 class Tally:
-    """What this run did, in lines of the input."""
+    """Counts of this run, in lines of the input."""
 
-    skipped: int = 0  # the output held them already
+    skipped: int = 0  # already in the output
     completed: int = 0
     failed: int = 0
     tokens: int = 0
@@ -92,7 +93,7 @@ class Batch:
         self.tally = Tally()
 
     def is_done(self) -> bool:
-        """True when the output holds every line of the input already: then no server is needed."""
+        """True when the output already has a result for every line of the input, so that no server is needed."""
         done = self._output.done
         if len(done) < self._total or not all(job.id in done for job in read_jobs(self._path)):
             return False
@@ -109,7 +110,7 @@ class Batch:
         return 1 if self._output.failed or self.unanswered else 0
 
     async def run(self, address: str) -> None:
-        """Send what is not done yet. Raises OSError when a result cannot be kept."""
+        """Send the requests without a result. Raises OSError when a result cannot be written."""
         started = time.monotonic()
         jobs = self._jobs()
         try:
@@ -128,7 +129,7 @@ class Batch:
             self.tally.seconds = time.monotonic() - started
 
     def _jobs(self) -> Iterator[BatchJob | BadLine]:
-        """What the output does not hold."""
+        """Yield the lines that have no result in the output."""
         for job in read_jobs(self._path):
             if job.id in self._output.done:
                 self.tally.skipped += 1
@@ -136,7 +137,7 @@ class Batch:
                 yield job
 
     async def _send(self, client: AsyncClient, address: str, jobs: Iterator[BatchJob | BadLine]) -> None:
-        """One of the senders, which take jobs in turn."""
+        """Send jobs one after another, beside other senders that share `jobs`."""
         for job in jobs:
             if isinstance(job, BadLine):
                 error = {"code": "INVALID_ARGUMENT", "field": "", "message": job.message}
@@ -150,7 +151,7 @@ class Batch:
                 return
 
     async def _answer(self, client: AsyncClient, address: str, job: BatchJob) -> dict[str, Any] | None:
-        """The record of a job; None when it should be tried again by another run."""
+        """Return the record of a job, or None when another run should try it again."""
         while True:
             try:
                 return _record(job, await client.generate(job.prompt, **job.options))
@@ -164,14 +165,14 @@ class Batch:
 
     async def _write_always(self, started: float) -> None:
         while True:
-            self._records.put_nowait(await self._records.get())  # wait for one, then take all that are there
+            self._records.put_nowait(await self._records.get())  # wait for one, then write all that are there
             self._write_finished()
             rate = f"{self.tally.tokens / (time.monotonic() - started):.0f} tokens/s"
             done = self._total - self.unanswered
             self._progress.update(self._bar, completed=done, rate=rate)
 
     def _write_finished(self) -> None:
-        """Put all finished records on disk; one wait for the disk whatever their number."""
+        """Write all finished records to disk, with one wait for the disk whatever their number."""
         records = [self._records.get_nowait() for _ in range(self._records.qsize())]
         if records:
             self._output.append(records)
@@ -182,18 +183,18 @@ class Batch:
             self.tally.tokens += len(record.get("token_ids", ()))
 
     def show_summary(self) -> None:
-        """One line on stderr, and what is wrong in a second one."""
+        """Print one line on stderr, and a second one about what is missing."""
         tally = self.tally
         parts = [f"{self._total} lines", f"{tally.completed} completed", f"{tally.failed} failed"]
         if tally.skipped:
-            parts.append(f"{tally.skipped} done before")
+            parts.append(f"{tally.skipped} already done")
         if tally.tokens:
             parts.append(
                 f"{tally.tokens} tokens in {tally.seconds:.1f} s ({tally.tokens / tally.seconds:.0f} a second)"
             )
         complain(", ".join(parts))
         if self.unanswered:
-            complain(f"{self.unanswered} left for another run of the same command. {self._trouble}")
+            complain(f"{self.unanswered} lines have no result: run the same command again. {self._trouble}")
 
 
 def _first_of(group: "ExceptionGroup[Exception]") -> Exception:
@@ -232,7 +233,7 @@ def _record(job: BatchJob, answer: pb.GenerateResponse) -> dict[str, Any]:
         }
     if output.finish.reason in (pb.FINISH_REASON_ABORT, pb.FINISH_REASON_ERROR):
         code = "ABORTED" if output.finish.reason == pb.FINISH_REASON_ABORT else "INTERNAL"
-        record["error"] = {"code": code, "field": "", "message": "the output ended before its end"}
+        record["error"] = {"code": code, "field": "", "message": "generation was aborted before it finished"}
     return record
 
 

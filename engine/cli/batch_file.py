@@ -17,11 +17,11 @@ from quintet_client.requests import generate_request
 RecordId = str | int
 
 _DEFAULT_ID = re.compile(r"line-\d+")
-_FIRST_BYTES = b'{"id":'  # of each line that we write
+_FIRST_BYTES = b'{"id":'  # every line that we write begins with these
 
 
 class OutputError(RuntimeError):
-    """The output file is not one that this command may append to."""
+    """This command must not append to the output file; the text says why."""
 
 
 class Turn(msgspec.Struct, forbid_unknown_fields=True):
@@ -42,7 +42,7 @@ class Line(msgspec.Struct):
     messages: list[Turn] | None = None
 
     def job(self, line: int, record_id: RecordId) -> "BatchJob":
-        """What to ask of a server. Raises ValueError when a value does not fit its field."""
+        """Make the request for a server. Raises ValueError when a value does not fit its field."""
         prompts: list[Prompt] = []
         if self.prompt is not None:
             prompts.append(self.prompt)
@@ -51,7 +51,7 @@ class Line(msgspec.Struct):
         if self.messages is not None:
             prompts.append([ChatMessage(role=turn.role, content=turn.content) for turn in self.messages])
         if len(prompts) != 1:
-            raise ValueError(f"exactly one of prompt, token_ids and messages is needed, not {len(prompts)}")
+            raise ValueError(f"needs exactly one of prompt, token_ids and messages, got {len(prompts)}")
         given = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
         options = cast(GenerateOptions, {"work_class": "batch", **given})
         generate_request(prompts[0], options)
@@ -68,7 +68,7 @@ OptionLine: Any = msgspec.defstruct(
 
 @dataclass(frozen=True, slots=True)
 class BatchJob:
-    """One line of the input that can be sent."""
+    """A line of the input that can be sent."""
 
     line: int  # from 1
     id: RecordId
@@ -78,7 +78,7 @@ class BatchJob:
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """One line of the input that cannot."""
+    """A line of the input that cannot be sent."""
 
     line: int
     id: RecordId
@@ -86,7 +86,7 @@ class BadLine:
 
 
 def read_jobs(path: Path) -> Iterator[BatchJob | BadLine]:
-    """Every line of the input but blank ones. A line without an id, or with an earlier line's, is called "line-N"."""
+    """Yield every line of the input that is not blank. One without an id, or with an earlier one's, gets "line-N"."""
     decode_id, decode_line = msgspec.json.Decoder(_Id).decode, msgspec.json.Decoder(OptionLine).decode
     lines_of: dict[RecordId, int] = {}
     with path.open("rb") as file:
@@ -98,10 +98,10 @@ def read_jobs(path: Path) -> Iterator[BatchJob | BadLine]:
                 given = decode_id(text).id
                 if given is not None:
                     if _DEFAULT_ID.fullmatch(str(given)) and given != record_id:
-                        raise ValueError(f"id {given!r} is kept for a line without an id")
+                        raise ValueError(f"id {given!r} is reserved for a line without an id")
                     earlier = lines_of.setdefault(given, number)
                     if earlier != number:
-                        raise ValueError(f"id {given!r} is that of line {earlier} already")
+                        raise ValueError(f"id {given!r} is already used by line {earlier}")
                     record_id = given
                 job = decode_line(text).job(number, record_id)
             except (msgspec.DecodeError, ValueError) as error:
@@ -111,9 +111,9 @@ def read_jobs(path: Path) -> Iterator[BatchJob | BadLine]:
 
 
 def count_lines(path: Path) -> int:
-    """Lines of the input that are not blank. Raises OSError when it is not there or not a file."""
+    """Count the lines of the input that are not blank. Raises OSError when it is missing or not a file."""
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "not a regular file, which batch reads more than once", str(path))
+        raise OSError(errno.EINVAL, "not a regular file, and batch has to read it more than once", str(path))
     with path.open("rb") as file:
         return sum(1 for text in file if text.strip())
 
@@ -125,12 +125,12 @@ class Output:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or make the file, and cut off a last line that a crash left half-written.
+        """Open or create the file, and cut off a last line that a crash left half-written.
 
         Raises OutputError when another run holds it, or when it is not a file of ours.
         """
         if path.exists() and not path.is_file():
-            raise OutputError(f"{path} is not a regular file, so no run could go on from it")
+            raise OutputError(f"{path} is not a regular file, so no run could continue from it")
         self._path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._size = 0  # bytes of whole lines
@@ -152,15 +152,21 @@ class Output:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     if not (line.startswith(_FIRST_BYTES) or _FIRST_BYTES.startswith(line)):
-                        raise OutputError(f"{self._path} ends in a line that is no result of ours; name another file")
+                        raise OutputError(
+                            f"the last line of {self._path} is not a result of this command: name another file"
+                        )
                     os.ftruncate(self._fd, self._size)
                     break
                 try:
                     stub = decoder.decode(line)
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    raise OutputError(f"{self._path} line {number} is no result of ours: {error}") from error
+                    raise OutputError(
+                        f"line {number} of {self._path} is not a result of this command: {error}"
+                    ) from error
                 if stub.text is None and stub.error is None:
-                    raise OutputError(f"{self._path} line {number} is no result of ours: neither text nor error")
+                    raise OutputError(
+                        f"line {number} of {self._path} is not a result of this command: it has neither text nor error"
+                    )
                 self.done.add(stub.id)
                 self.failed += stub.error is not None
                 self._size += len(line)
@@ -186,13 +192,13 @@ class Output:
 
 
 class _Id(msgspec.Struct):
-    """Of a line of the input, its id alone."""
+    """The id alone of a line of the input."""
 
     id: RecordId | None = None
 
 
 class _Stub(msgspec.Struct):
-    """Of a record, what tells that it is there."""
+    """The fields by which a record is recognised."""
 
     id: RecordId
     text: str | None = None

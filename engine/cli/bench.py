@@ -9,9 +9,9 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from engine.arguments import number, output_file, whole
+from engine.arguments import explained, number, output_file, whole
 from engine.bench.report import Slo
-from engine.bench.work import PRESETS, Work, preset_work, work_of_file
+from engine.bench.work import PRESETS, preset_work, work_of_file
 from engine.cli.errors import FAILED, USED_WRONGLY, CommandError
 from engine.cli.target import add_target_arguments, open_target
 from engine.config import ConfigError, ServeConfig
@@ -26,51 +26,92 @@ _LONGEST_TIMEOUT = 1e6
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser(
         "bench",
-        help="measure latency and throughput",
         description="Measure a server as its callers see it (online, offline), or the engine's own loops (host).",
     )
     kinds = parser.add_subparsers(title="kinds", metavar="KIND", dest="kind", required=True)
+    _add_online(kinds)
+    _add_offline(kinds)
+    _add_host(kinds)
+
+
+def _add_online(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     online = kinds.add_parser(
         "online",
-        help="latency under a load: requests arrive at a rate, or from so many clients",
-        description="Latency under a load. Each answer is streamed; token ids are random, and no answer ends early.",
+        help="latency under load: requests at a given rate, or from a number of clients",
+        description="Measure latency under load. Answers are streamed; token ids are random, and no answer ends early.",
     )
     either = online.add_mutually_exclusive_group(required=True)
-    either.add_argument("--rate", type=number(), metavar="R", help="requests a second on average, in Poisson's times")
-    either.add_argument("--concurrency", type=whole(1), metavar="N", help="clients that each wait for their answer")
+    either.add_argument("--rate", type=number(), metavar="R", help="send R requests a second, as a Poisson process")
+    either.add_argument(
+        "--concurrency", type=whole(1), metavar="N", help="let N clients each send a request when theirs is answered"
+    )
     _add_work(online, "chat")
-    online.add_argument("--slo-ttft-ms", type=number(), metavar="MS", help="a good answer begins within MS")
-    online.add_argument("--slo-itl-ms", type=number(), metavar="MS", help="and has a mean inter-token latency of MS")
-    online.add_argument("--plot", type=_picture, metavar="FILE", help="write a PNG of the distributions")
-    add_target(online)
+    online.add_argument(
+        "--slo-ttft-ms", type=number(), metavar="MS", help="count an answer as good if it begins within MS"
+    )
+    online.add_argument(
+        "--slo-itl-ms",
+        type=number(),
+        metavar="MS",
+        help="count it as good if its mean inter-token latency is at most MS",
+    )
+    online.add_argument("--plot", type=_picture, metavar="FILE", help="draw the latencies as a PNG")
+    _add_target(online)
+
+
+def _add_offline(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     offline = kinds.add_parser(
         "offline",
         help="throughput: all requests as fast as the server takes them",
-        description="Throughput: answers come whole, and twice as many requests are under way as the server can run.",
+        description="Measure throughput. Answers come whole, and the server always has more requests than it can run.",
     )
-    offline.add_argument("--concurrency", type=whole(1), metavar="N", help="requests under way (2 × the server's rows)")
+    offline.add_argument(
+        "--concurrency",
+        type=whole(1),
+        metavar="N",
+        help="keep N requests in flight (default: twice the server's --max-num-seqs)",
+    )
     _add_work(offline, "batch")
-    add_target(offline)
+    _add_target(offline)
+
+
+def _add_host(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     host = kinds.add_parser(
         "host",
         help="scheduler and worker loops at GPU speed, on a simulated device",
-        description="How busy the scheduler and worker loops keep a device that is simulated: all their code runs, "
-        "only the arithmetic does not. Requests come from this process, and their tokens end here.",
+        description="Measure how busy scheduler and worker keep a simulated device. All their code runs, except for "
+        "the arithmetic. Requests come from this process, and their tokens end here.",
     )
     add_flags(host, ServeConfig, only=("model",))
-    host.add_argument("--device", default="sim:h200", help="simulated device (default: %(default)s)")
-    host.add_argument("--batch", type=_counts, default=[1, 32, 256], metavar="N,…", help="rows (default: 1,32,256)")
-    host.add_argument("--depth", type=_counts, default=[1, 2, 3], metavar="N,…", help="pipeline depths (1,2,3)")
+    host.add_argument(
+        "--device", default="sim:h200", metavar="DEVICE", help="device to simulate (default: %(default)s)"
+    )
+    host.add_argument(
+        "--batch", type=_counts, default="1,32,256", metavar="N,…", help="batch sizes to measure (default: %(default)s)"
+    )
+    host.add_argument(
+        "--depth",
+        type=_counts,
+        default="1,2,3",
+        metavar="N,…",
+        help="pipeline depths to measure (default: %(default)s)",
+    )
     host.add_argument(
         "--seconds",
         type=number(least=_LEAST_SECONDS),
         default=4.0,
         metavar="S",
-        help="to measure each, at least 3 (%(default)g)",
+        help=f"seconds to measure each, at least {_LEAST_SECONDS:g} (default: %(default)g)",
     )
-    host.add_argument("--prompt-tokens", type=whole(1), default=512, metavar="N", help="of a request (%(default)s)")
-    host.add_argument("--output-tokens", type=whole(1), default=256, metavar="N", help="of a request (%(default)s)")
-    host.add_argument("-o", dest="output", type=output_file, metavar="FILE", help="write the result as JSON")
+    for name, default in (("prompt", 512), ("output", 256)):
+        host.add_argument(
+            f"--{name}-tokens",
+            type=whole(1),
+            default=default,
+            metavar="N",
+            help=f"tokens of each {name} (default: %(default)s)",
+        )
+    _add_output(host)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,12 +119,16 @@ def run(args: argparse.Namespace) -> int:
     return _host(args) if args.kind == "host" else _served(args)
 
 
-def add_target(parser: argparse.ArgumentParser) -> None:
+def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", dest="output", type=output_file, metavar="FILE", help="write result and conditions as JSON"
     )
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    _add_output(parser)
     add_target_arguments(parser)
-    parser.add_argument("--device", metavar="D", help="with --model: of that instance, as sim:h200")
+    parser.add_argument("--device", metavar="DEVICE", help="device of the instance that --model starts")
 
 
 def _add_work(parser: argparse.ArgumentParser, preset: str) -> None:
@@ -92,25 +137,29 @@ def _add_work(parser: argparse.ArgumentParser, preset: str) -> None:
     lengths = "; ".join(_in_words(name) for name in PRESETS)
     either.add_argument(
         "--work",
-        type=_work,
+        type=explained(preset_work),
         default=preset,
         metavar="NAME",
-        help=f"{lengths}; or a mix with weights, as chat=3,batch=1 (default: %(default)s)",
+        help=f"tokens of the requests: {lengths}; or a weighted mix such as chat=3,batch=1 (default: %(default)s)",
     )
     either.add_argument(
         "--lengths",
-        type=_lengths,
+        type=explained(lambda text: work_of_file(Path(text))),
         metavar="FILE",
-        help='lengths to draw from, a JSON object a line: {"prompt_tokens": 512, "output_tokens": 256}',
+        help='draw lengths from FILE, a JSON object a line: {"prompt_tokens": 512, "output_tokens": 256}',
     )
-    group.add_argument("--requests", type=whole(1), default=200, metavar="N", help="to send (default: %(default)s)")
-    group.add_argument("--seed", type=whole(0), default=0, metavar="N", help="equal seeds send equal requests")
+    group.add_argument(
+        "--requests", type=whole(1), default=200, metavar="N", help="requests to send (default: %(default)s)"
+    )
+    group.add_argument(
+        "--seed", type=whole(0), default=0, metavar="N", help="equal seeds send equal requests (default: %(default)s)"
+    )
     group.add_argument(
         "--timeout",
         type=number(most=_LONGEST_TIMEOUT),
         default=600.0,
         metavar="S",
-        help="for each (default: %(default)g)",
+        help="give each request S seconds (default: %(default)g)",
     )
 
 
@@ -130,7 +179,7 @@ def _served(args: argparse.Namespace) -> int:
         raise CommandError(obstacle, USED_WRONGLY)
     if args.device is not None:
         if args.model is None:
-            raise CommandError("--device needs --model, which starts the instance that it is for", USED_WRONGLY)
+            raise CommandError("--device needs --model: it is for the instance that --model starts", USED_WRONGLY)
         args.serve_flags = ["--device", args.device, *args.serve_flags]
     slo = Slo(args.slo_ttft_ms, args.slo_itl_ms) if online else Slo()
     plan = Plan(
@@ -178,7 +227,7 @@ def _host(args: argparse.Namespace) -> int:
 
 
 def _console() -> Console:
-    """Wide enough for our tables, into a pipe too."""
+    """Make a console that is wide enough for our tables, even into a pipe."""
     return Console(highlight=False, width=max(Console().width, _WIDTH))
 
 
@@ -188,28 +237,11 @@ def _write(result: dict[str, Any], path: Path | None) -> None:
         sys.stderr.write(f"wrote {path}\n")
 
 
-# ------------------------------------------------------------------ values of flags
-
-
 def _picture(text: str) -> Path:
     if not text.endswith(".png"):
-        raise argparse.ArgumentTypeError(f"{text} does not end in .png")
+        raise argparse.ArgumentTypeError(f"must end in .png, got {text!r}")
     return output_file(text)
 
 
 def _counts(text: str) -> list[int]:
     return [whole(1)(part) for part in text.split(",")]
-
-
-def _work(text: str) -> Work:
-    try:
-        return preset_work(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _lengths(text: str) -> Work:
-    try:
-        return work_of_file(Path(text))
-    except (ValueError, OSError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

@@ -15,25 +15,24 @@ from quintet_client import ChatMessage, Client, GenerateOptions, QuintetError
 HELP = """\
 /help          this text
 /reset         forget the conversation
-/system TEXT   set the system message; without TEXT: drop it
+/system TEXT   set the system message; without TEXT, remove it
 /quit          leave, as does ^D
-^C             stop the answer; what was said of it stays in the conversation
+^C             stop the answer; the part that was shown stays in the conversation
 """
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser(
         "chat",
-        help="talk with the model",
-        description="Talk with the model. Each line is a turn; /help tells the commands. ^C stops an answer.",
+        description="Talk to a model. Each line is a turn; /help lists the commands. ^C stops an answer.",
     )
-    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     add_request_arguments(parser)
     add_target_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0, or 1 when a turn failed and nobody sat there to see it."""
+    """Exit code: 0, or 1 when a turn failed and no terminal showed it."""
     interactive = sys.stdin.isatty()
     with open_target(args) as address, Client(address, timeout=args.timeout) as client:
         model = client.get_model_info().model
@@ -70,7 +69,7 @@ class ChatLoop:
         self.failed = False
 
     def run(self, interactive: bool) -> None:
-        """Until /quit or the end of input. ^C at the prompt of a terminal drops the line; elsewhere it is raised."""
+        """Take turns until /quit or the end of input. ^C at a terminal's prompt drops the line, elsewhere it raises."""
         while True:
             try:
                 line = self._read().strip()
@@ -99,7 +98,7 @@ class ChatLoop:
                 self.system = text.strip() or None
             case _:
                 self.failed = True
-                complain(f"{name} is no command; /help tells them")
+                complain(f"unknown command {name}; /help lists the commands")
 
     def _turn(self, line: str) -> None:
         """Ask and stream. A failed turn leaves the conversation as it was."""

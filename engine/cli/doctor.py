@@ -38,7 +38,7 @@ _MARKS: dict[State, str] = {"ok": "ok  ", "note": "--  ", "fail": "FAIL"}
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. A note is a lack that leaves the CPU backend whole; a fail stops it."""
+    """One finding. A note does not concern the CPU backend; a fail means that it cannot run."""
 
     group: str
     name: str
@@ -49,11 +49,14 @@ class Check:
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser(
         "doctor",
-        help="say what this machine can run, and why not",
-        description="Say what this machine can run, and why not. Exit status 0 if the CPU backend can run.",
+        description="Say what this machine can run, and what it lacks. The exit code is 0 if the CPU backend can run.",
     )
     parser.add_argument(
-        "--port", type=whole(1, 65535), default=DEFAULT_PORT, metavar="N", help="port to look at (default: %(default)s)"
+        "--port",
+        type=whole(1, 65535),
+        default=DEFAULT_PORT,
+        metavar="N",
+        help="port that should be free (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -75,7 +78,7 @@ def examine(port: int) -> list[Check]:
     """Look at everything; takes about a second, most of it for the demo model's digest."""
     checks = [*_python(), *_packages(), *_machine(), *_gpu()]
     if any(check.state == "fail" for check in checks):
-        return [*checks, Check("instance", "cache, port", "note", "not looked at before the above is mended")]
+        return [*checks, Check("instance", "cache, port", "note", "not checked until the failures above are fixed")]
     return [*checks, *_files(), _run_directory(), _port(port)]
 
 
@@ -100,27 +103,27 @@ def _python() -> Iterator[Check]:
     if sys.version_info >= _MIN_PYTHON:
         yield Check("python", "python", "ok", f"{version} at {sys.executable}")
     else:
-        yield Check("python", "python", "fail", f"{version}; {wanted} or later is needed")
+        yield Check("python", "python", "fail", f"{version}; needs {wanted} or later")
     yield _clash()
 
 
 def _clash() -> Check:
-    """Another distribution that installs a top-level `proto` would be imported in place of ours."""
+    """Look for another distribution's top-level `proto`, which would be imported in place of ours."""
     found = find_spec("proto")
     origin = Path(found.origin or "") if found else Path()
     owners = sorted(set(metadata.packages_distributions().get("proto", [])) - {_DISTRIBUTION})
     if not (origin.parent / "channel.py").exists():
-        whose = f" of {', '.join(owners)}" if owners else ""
-        return Check("python", "package proto", "fail", f"{origin} is another's{whose}; use an environment without it")
+        whose = ", ".join(owners) or "another distribution"
+        return Check("python", "package proto", "fail", f"{origin} belongs to {whose}; use an environment without it")
     if owners:
         return Check(
-            "python", "package proto", "note", f"{', '.join(owners)} installs one as well; ours comes first for now"
+            "python", "package proto", "note", f"{', '.join(owners)} installs one too; ours is found first for now"
         )
     return Check("python", "package proto", "ok", "ours")
 
 
 def _packages() -> Iterator[Check]:
-    """What our own metadata says we need; the extras' packages count for the CPU backend."""
+    """Check for the packages that our own metadata requires, and for those of the CPU backend."""
     try:
         needed = metadata.requires(_DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -134,7 +137,7 @@ def _packages() -> Iterator[Check]:
 
 
 def _package(group: str, name: str, lacking: State, hint: str) -> Check:
-    """Found by metadata: importing torch here would take seconds."""
+    """Look for a package by its metadata: importing torch here would take seconds."""
     try:
         return Check(group, name, "ok", metadata.version(name))
     except metadata.PackageNotFoundError:
@@ -148,22 +151,22 @@ def _machine() -> Iterator[Check]:
     yield Check("machine", "memory", "ok", f"{available / 2**30:.1f} GiB free of {total / 2**30:.1f}")
     limit = _memory_limit()
     if limit is not None and limit < total:
-        yield Check("machine", "memory limit", "ok", f"{limit / 2**30:.1f} GiB for this group of processes")
+        yield Check("machine", "memory limit", "ok", f"{limit / 2**30:.1f} GiB, set by the control group")
     flags = _cpu_flags()
     have = [flag for flag in _CPU_FLAGS if flag in flags]
     lack = [flag for flag in _CPU_FLAGS if flag not in flags]
-    detail = f"{', '.join(have) or 'none of those looked for'}{'; not ' + ', '.join(lack) if lack else ''}"
+    detail = f"{', '.join(have) or 'none of those that matter'}{'; not ' + ', '.join(lack) if lack else ''}"
     yield Check("machine", "CPU features", "note" if "avx2" not in flags else "ok", detail)
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes in total and available."""
+    """Return the total and the available bytes."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return int(fields["MemTotal"].split()[0]) << 10, int(fields["MemAvailable"].split()[0]) << 10
 
 
 def _memory_limit() -> int | None:
-    """Bytes that the control group allows, where one is set."""
+    """Return the control group's limit in bytes, if there is one."""
     try:
         text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:
@@ -185,12 +188,12 @@ def _gpu() -> Iterator[Check]:
         for index, line in enumerate(names.splitlines()):
             yield Check("cuda", f"GPU {index}", "ok", line)
     elif _DRIVER.exists():
-        yield Check("cuda", "GPU", "note", "its driver is there, but nvidia-smi names none")
+        yield Check("cuda", "GPU", "note", "the driver is loaded, but nvidia-smi lists no GPU")
     else:
         yield Check("cuda", "GPU", "note", "no NVIDIA GPU or no driver")
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc") or (shutil.which("nvcc", path=f"{home}/bin") if home else None)
-    detail = nvcc or "not in PATH nor CUDA_HOME; FlashInfer compiles with it what did not come compiled"
+    detail = nvcc or "not in PATH or CUDA_HOME; FlashInfer needs it to compile kernels that are not shipped compiled"
     yield Check("cuda", _COMPILER, "ok" if nvcc else "note", detail)
     for name in _CUDA_PACKAGES:
         found = _package("cuda", name, "note", "pip install 'quintet-llm[cuda]'")
@@ -201,9 +204,9 @@ def _gpu() -> Iterator[Check]:
 
 
 def lacking_for_cuda() -> list[str]:
-    """What `--device cuda` cannot do without and this machine lacks, in words.
+    """List what this machine lacks for `--device cuda`, in words.
 
-    Only what is certain: kernels may come compiled, a driver without nvidia-smi, packages without their metadata.
+    Only what is certain: kernels may be shipped compiled, a driver may lack nvidia-smi, a package its metadata.
     """
     doubtful = {_COMPILER}
     if _DRIVER.exists():
@@ -213,7 +216,7 @@ def lacking_for_cuda() -> list[str]:
 
 
 def _torch_build() -> Check:
-    """Which CUDA torch was built for, read without importing it."""
+    """Read which CUDA torch was built for, without importing it."""
     found = find_spec("torch")
     path = Path(found.origin).parent / "version.py" if found and found.origin else None
     if path is None or not path.exists():
@@ -225,7 +228,7 @@ def _torch_build() -> Check:
 
 
 def _probe(command: list[str]) -> str:
-    """A tool's output; "" when it is missing, fails or hangs."""
+    """Return a tool's output; "" when it is missing, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -239,7 +242,7 @@ def _files() -> Iterator[Check]:
     cache = cache_dir()
     existing = next(path for path in (cache, *cache.parents) if path.exists())
     if not os.access(existing, os.W_OK | os.X_OK):
-        yield Check("instance", "cache", "fail", f"{existing} is not writable; set QUINTET_CACHE")
+        yield Check("instance", "cache", "fail", f"{existing} is not writable; set QUINTET_CACHE to another directory")
     else:
         free = shutil.disk_usage(existing).free
         yield Check("instance", "cache", "ok", f"{cache}, {free / 2**30:.1f} GiB free on its disk")
@@ -251,13 +254,13 @@ def _demo_model() -> Check:
 
     path = demo_path()
     if not path.exists():
-        return Check("instance", "demo model", "note", f"not fetched yet; `--model demo` downloads it to {path}")
+        return Check("instance", "demo model", "note", f"not downloaded yet; `--model demo` downloads it to {path}")
     if not is_complete(path):
-        return Check("instance", "demo model", "note", f"{path} is incomplete; `--model demo` fetches it again")
+        return Check("instance", "demo model", "note", f"{path} is incomplete; `--model demo` downloads it again")
     digest = sha256_of(path)
     if digest != FILE_SHA256:
-        return Check("instance", "demo model", "fail", f"{path} is damaged (sha256 {digest}); delete it")
-    return Check("instance", "demo model", "ok", f"{path}, sha256 as expected")
+        return Check("instance", "demo model", "fail", f"{path} is damaged (its SHA-256 is {digest}): delete it")
+    return Check("instance", "demo model", "ok", f"{path}, its SHA-256 is right")
 
 
 def _run_directory() -> Check:

@@ -21,29 +21,28 @@ _SAME_AS_SERVE = ("model", "dtype", "kv_cache_dtype", "gpu_memory_utilization", 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """All sizes in bytes. What depends on the memory is None when no memory was given."""
+    """Sizes in bytes. Those that depend on the memory are None when no memory was given."""
 
     parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
     page_size: int  # tokens
     page_bytes: int
-    sequence_length: int  # tokens, prompt and output
-    pages_per_sequence: int  # of layers without a window; 0 = there are none
-    window_pages_per_sequence: int  # of layers with one, which keep pages of their window only; 0 = there are none
+    sequence_length: int  # tokens of prompt and output
+    pages_per_sequence: int  # for layers without a window; 0 = there are none
+    window_pages_per_sequence: int  # for layers with a window, which keep its pages only; 0 = there are none
     sequence_bytes: int
     memory_bytes: int | None = None
     kv_pool_bytes: int | None = None
     pages: int | None = None
     window_pages: int | None = None
     pool_tokens: int | None = None
-    sequences: int | None = None  # of that length, at once, sharing nothing
+    sequences: int | None = None  # of that length that fit at once, sharing nothing
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser(
         "estimate",
-        help="compute KV memory and how many sequences fit",
         description="Compute what a model's weights and KV cache need, and how many sequences fit in a memory. "
         "MODEL may be a config.json, or anything that `quintet serve` takes.",
     )
@@ -115,7 +114,7 @@ def estimate(
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Elements of all weights; tied embeddings count once."""
+    """Count the elements of all weights; tied embeddings count once."""
     hidden, heads, kv_heads, dim = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     attention = 2 * hidden * dim * (heads + kv_heads)
     attention += config.qkv_bias * dim * (heads + 2 * kv_heads) + config.out_bias * hidden
@@ -128,7 +127,7 @@ def count_parameters(config: ModelConfig) -> int:
 
 
 def _mlp_parameters(config: ModelConfig) -> int:
-    """Of all layers: one MLP each, gated but in BLOOM, or a router and experts."""
+    """Count those of all layers' MLPs, gated except in BLOOM, or of their routers and experts."""
     hidden, inner = config.hidden_size, config.intermediate_size
     inputs = 1 if config.family == "bloom" else 2
     dense = (inputs + 1) * hidden * inner + config.mlp_bias * (inputs * inner + hidden)
@@ -189,15 +188,15 @@ def _table(result: Estimate) -> str:
         rows += [
             ("left for the KV cache", _human(result.kv_pool_bytes)),
             ("room for", f"{_pages(result.pages or 0, result.window_pages or 0)} ({result.pool_tokens:,} tokens)"),
-            ("sequences of that length", f"{result.sequences:,} at once, sharing no prefix"),
+            ("sequences of that length", f"{result.sequences:,} at once, without shared prefixes"),
         ]
     width = max(len(name) for name, _ in rows)
     return "".join(f"{name:<{width}}  {value}\n" for name, value in rows)
 
 
 def _pages(pages: int, window_pages: int) -> str:
-    """Of layers without and with a window."""
-    behind = f"{window_pages:,} pages of layers behind a window"
+    """Write the pages of layers without a window, and of those with one."""
+    behind = f"{window_pages:,} pages of layers with a window"
     return f"{pages:,} pages" + (f" and {behind}" if window_pages else "") if pages else behind
 
 

@@ -19,16 +19,21 @@ from quintet_client.v1 import inference_pb2 as pb
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser(
         "generate",
-        help="answer one prompt, streamed to the terminal",
-        description="Answer one prompt, streamed to the terminal. ^C ends the request and the command.",
+        description="Answer one prompt, streamed to the terminal. ^C cancels the request.",
     )
-    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="text; left out or -: read from standard input")
+    parser.add_argument(
+        "prompt", metavar="PROMPT", nargs="?", help="text of the prompt; read from standard input if missing or -"
+    )
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--chat", action="store_true", help="a user's turn of a chat (default where the model can)")
-    kind.add_argument("--raw", action="store_true", help="plain text to continue")
+    kind.add_argument(
+        "--chat", action="store_true", help="send PROMPT as a chat message (default if the model has a chat template)"
+    )
+    kind.add_argument("--raw", action="store_true", help="send PROMPT as plain text to continue")
     parser.add_argument("--system", metavar="TEXT", help="system message of the chat")
-    parser.add_argument("--stats", action="store_true", help="afterwards TTFT, ITL, tokens a second, on stderr")
-    parser.add_argument("--json", action="store_true", help="one JSON object at the end instead of the stream")
+    parser.add_argument(
+        "--stats", action="store_true", help="print latencies and tokens per second to stderr afterwards"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the stream")
     add_request_arguments(parser)
     add_target_arguments(parser)
 

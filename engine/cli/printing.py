@@ -8,11 +8,9 @@ from quintet_client.v1 import inference_pb2 as pb
 
 
 def describe_error(error: QuintetError, address: str = "") -> str:
-    """Code, field and text of a failed call in one line; `address` helps where no server answered."""
+    """Write code, field and text of a failed call in one line; `address` tells where no server answered."""
     if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason and address:
-        return (
-            f"UNAVAILABLE: no server answers at {address}: start one with `quintet serve`, or name one with --address"
-        )
+        return f"UNAVAILABLE: no server answers at {address}: start one with `quintet serve`, or give another --address"
     told = "; ".join(_describe(violation) for violation in error.violations)
     text = " ".join((told or error.message).split())
     again = "" if error.retry_after is None else f" (try again in {error.retry_after:g} s)"
@@ -25,7 +23,7 @@ def _describe(violation: FieldViolation) -> str:
 
 
 def finish_record(finish: pb.Finish) -> dict[str, str | int]:
-    """As {"reason": "stop", "eos_token_id": 2}."""
+    """Make a plain object such as {"reason": "stop", "eos_token_id": 2}."""
     reason = pb.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
     record: dict[str, str | int] = {"reason": reason}
     matched = finish.WhichOneof("matched")
@@ -35,7 +33,7 @@ def finish_record(finish: pb.Finish) -> dict[str, str | int]:
 
 
 def stats_lines(clock: TokenClock, last: pb.GenerateChunk) -> list[str]:
-    """For people; `last` is the stream's last chunk, with usage, timings and finish."""
+    """Write latencies and usage for people; `last` is the stream's last chunk, with usage, timings and finish."""
     numbers, usage, timings = clock.numbers(), last.usage, last.timings
     lines = []
     if "ttft_ms" in numbers:

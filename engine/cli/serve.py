@@ -13,7 +13,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Declare the command's flags, in groups."""
     parser = subparsers.add_parser(
         "serve",
-        help="run a model behind gRPC",
         description="Run a model behind gRPC, in five kinds of process. Stop it with ^C: running streams finish first.",
         usage="quintet serve MODEL [flags]",
         allow_abbrev=False,
@@ -31,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     config = config_of(args)
     if config.device == "cuda" and (lacking := lacking_for_cuda()):
         raise CommandError(f"--device cuda: {'; '.join(lacking)} (see `quintet doctor`)", USED_WRONGLY)
-    from engine.supervisor import serve  # takes long, and --help does not need it
+    from engine.supervisor import serve  # slow to import, and --help does not need it
 
     return serve(config)
 

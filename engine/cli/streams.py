@@ -1,13 +1,13 @@
-"""The three standard streams, in whatever state the command's caller left them."""
+"""The three standard streams, in whatever state the caller left them."""
 
 import os
 import sys
 
 
 def open_missing() -> None:
-    """Let closed streams read nothing and swallow what is written, as /dev/null does.
+    """Replace closed streams with /dev/null.
 
-    Otherwise the next file or socket takes the free number, and what is meant for a stream ends up in it.
+    Otherwise the next file or socket takes the free number, and output meant for a stream ends up in it.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -22,7 +22,7 @@ def open_missing() -> None:
 
 
 def give_up_stdout() -> None:
-    """Nobody takes what stdout still holds; without this the interpreter complains of it at its exit."""
+    """Discard what stdout still holds, which the interpreter would complain about at its exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.__stdout__.fileno() if sys.__stdout__ is not None else 1)
     os.close(null)
