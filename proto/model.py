@@ -53,6 +53,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over head_dim of q and k before RoPE (Qwen3)
+    wide_qk_norm: bool = False  # RMSNorm over all heads of q, and over all of k, before RoPE (OLMo 2)
     windows: tuple[int, ...] = ()  # per layer: 0 = full attention, W = the last W positions; () = all full
     rope: RopeConfig = RopeConfig()
     rotary_dim: int = 0  # the first dimensions of a head, which rotate (Phi-4-mini); 0 = all of them
@@ -61,6 +62,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     attention_scale: float = 0.0  # of attention scores; 0 = 1/√head_dim
     attention_soft_cap: float = 0.0  # c > 0: attention scores s become c·tanh(s/c) (Gemma 2)
     logit_soft_cap: float = 0.0  # the same for logits
+    embedding_multiplier: float = 1.0  # of embeddings (Granite)
+    residual_multiplier: float = 1.0  # of what attention and MLP add (Granite)
+    logit_divisor: float = 1.0  # of logits (Granite)
     num_experts: int = 0  # of a mixture's MLPs; 0 = dense
     experts_per_token: int = 0
     expert_size: int = 0  # intermediate size of one expert

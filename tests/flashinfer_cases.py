@@ -95,6 +95,8 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "bloom": {"num_heads": 6, "num_kv_heads": 6, "alibi": True, "hidden_act": "gelu_pytorch_tanh"},
+    "granite": {"residual_multiplier": 0.5, "logit_divisor": 2.0, "attention_scale": 0.3, "tie_word_embeddings": True},
+    "olmo2": {"wide_qk_norm": True},
     "phi3": {"windows": (24, 24), "rotary_dim": 12},
 }
 

@@ -153,6 +153,52 @@ def test_mixtures(tmp_path: Path, config: dict[str, Any]) -> None:
     assert ours.windows == ((theirs.sliding_window,) * 7 if theirs.sliding_window else ())
 
 
+def phi3(**changes: Any) -> dict[str, Any]:
+    factors = {"short_factor": [1.0, 1.5], "long_factor": [1, 30.25]}
+    rope = {"type": changes.pop("kind", "longrope"), **factors}
+    return config_of(
+        "Phi3ForCausalLM",
+        "phi3",
+        **{"partial_rotary_factor": 0.5, "rope_scaling": rope, "original_max_position_embeddings": 64, **changes},
+    )
+
+
+def test_phi3(tmp_path: Path) -> None:
+    """Half of 8 dimensions rotate; older files call LongRoPE by other names, which transformers 5 stumbles over."""
+    ours, theirs = read(tmp_path, phi3(sliding_window=100)), AutoConfig.from_pretrained(str(tmp_path))
+    assert_sizes(ours, theirs)
+    assert ours.windows == (theirs.sliding_window,) * 7
+    assert ours.rotary_dim == 4
+    assert theirs.rope_parameters["rope_type"] == ours.rope.type == "longrope"
+    assert list(ours.rope.short_factors) == theirs.rope_parameters["short_factor"]
+    assert list(ours.rope.long_factors) == theirs.rope_parameters["long_factor"]
+    assert ours.rope.original_max_position == theirs.rope_parameters["original_max_position_embeddings"]
+    assert ours.rope.factor == 512 / 64
+    assert all(read(tmp_path, phi3(kind=kind)).rope == ours.rope for kind in ("su", "yarn"))
+    assert read(tmp_path, config_of("Phi3ForCausalLM", "phi3", rms_norm_eps=None)).norm_eps == 1e-5
+
+
+def test_olmo2_and_granite(tmp_path: Path) -> None:
+    olmo = read(tmp_path, config_of("Olmo2ForCausalLM", "olmo2", attention_bias=True))
+    assert_sizes(olmo, AutoConfig.from_pretrained(str(tmp_path)))
+    assert (olmo.wide_qk_norm, olmo.qk_norm, olmo.qkv_bias, olmo.out_bias, olmo.mlp_bias) == (
+        True,
+        False,
+        True,
+        True,
+        False,
+    )
+    factors = {"embedding_multiplier": 12, "residual_multiplier": 0.22, "attention_multiplier": 0.0078125}
+    granite = read(tmp_path, config_of("GraniteForCausalLM", "granite", logits_scaling=8.0, mlp_bias=True, **factors))
+    theirs = AutoConfig.from_pretrained(str(tmp_path))
+    assert_sizes(granite, theirs)
+    assert (granite.mlp_bias, granite.qkv_bias) == (theirs.mlp_bias, theirs.attention_bias)
+    assert granite.attention_scale == theirs.attention_multiplier
+    assert granite.embedding_multiplier == theirs.embedding_multiplier
+    assert granite.residual_multiplier == theirs.residual_multiplier
+    assert granite.logit_divisor == theirs.logits_scaling
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -184,6 +230,9 @@ def test_bloom(tmp_path: Path, config: dict[str, Any]) -> None:
         (gemma3(attn_logit_softcapping=50.0), ["attn_logit_softcapping"]),
         (gemma3(rope_parameters={"full_attention": [1]}), ["full_attention", "[1]"]),
         (gemma3(rope_scaling={"rope_type": "mrope", "factor": 2.0}), ["rope_type", "mrope"]),
+        (phi3(partial_rotary_factor=0.4), ["partial_rotary_factor", "0.4 of 8 dimensions is 3", "even"]),
+        (phi3(partial_rotary_factor=1.0), ["rope_scaling.short_factor", "4 numbers"]),
+        (phi3(original_max_position_embeddings=None), ["original_max_position_embeddings", "missing"]),
         (mixtral(num_local_experts=2, num_experts_per_tok=3), ["num_experts_per_tok", "3", "num_local_experts 2"]),
         (mixtral(num_local_experts=0), ["num_local_experts", "0"]),
         (qwen3_moe(mlp_only_layers=["x"]), ["mlp_only_layers", "x"]),

@@ -29,6 +29,8 @@ CASES: list[dict[str, Any]] = [
     {"family": "qwen3_moe", "norm_topk_prob": False, "decoder_sparse_step": 2, "attention_bias": True},
     {"family": "qwen3_moe", "mlp_only_layers": [0, 2], "use_sliding_window": True, "sliding_window": 20},
     {"family": "bloom", "tie": True, "n_head": 8},
+    {"family": "granite", "tie": True, "attention_bias": True, "mlp_bias": True},
+    {"family": "olmo2", "tie": True, "num_key_value_heads": 6, "attention_bias": True},
     {"family": "phi3", "tie": True, "sliding_window": None, "rope_parameters": LONGROPE},
 ]
 
@@ -64,6 +66,10 @@ def test_logits_equal_transformers(case: dict[str, Any], tmp_path: Path) -> None
         ("mixtral", {"renormalise_experts": False}),
         ("qwen3_moe", {"experts_per_token": 2}),
         ("bloom", {"alibi": False}),
+        ("granite", {"attention_scale": 0.0}),
+        ("granite", {"embedding_multiplier": 1.0}),
+        ("granite", {"residual_multiplier": 1.0}),
+        ("granite", {"logit_divisor": 1.0}),
         ("phi3", {"rotary_dim": 0}),
         ("phi3", {"windows": (41, 40, 40)}),
     ],

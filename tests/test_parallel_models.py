@@ -32,6 +32,10 @@ CASES: list[dict[str, Any]] = [
     {"family": "gemma2"},
     {"family": "gemma3"},
     {"family": "bloom"},  # ALiBi, of 3 heads each
+    {"family": "granite"},
+    {"family": "olmo2"},  # norms over the heads of all ranks
+    {"family": "olmo2", "num_key_value_heads": 1, "device": "reference"},
+    {"family": "olmo2", "num_key_value_heads": 3},  # unequal shares
     {"family": "phi3"},  # fused tensors
     {"family": "phi3", "num_key_value_heads": 1},  # of which the KV head is copied
 ]

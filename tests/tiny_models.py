@@ -14,12 +14,16 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PretrainedConfig,
@@ -42,9 +46,11 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "bloom": (BloomConfig, BloomForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "granite": (GraniteConfig, GraniteForCausalLM),
 }
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-NEWER_FAMILIES = ("mixtral", "qwen3_moe", "gemma2", "gemma3", "bloom", "phi3")
+NEWER_FAMILIES = ("mixtral", "qwen3_moe", "gemma2", "gemma3", "bloom", "phi3", "olmo2", "granite")
 _OWN: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True},
@@ -68,6 +74,12 @@ _OWN: dict[str, dict[str, Any]] = {
         "sliding_window": 40,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
         "pad_token_id": None,
+    },
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 2.0,
     },
     "bloom": {"n_layer": 3, "n_head": 6, "hidden_size": 96},
 }

@@ -118,7 +118,7 @@ def count_parameters(config: ModelConfig) -> int:
     hidden, heads, kv_heads, dim = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     attention = 2 * hidden * dim * (heads + kv_heads)
     attention += config.qkv_bias * dim * (heads + 2 * kv_heads) + config.out_bias * hidden
-    attention += config.qk_norm * 2 * dim
+    attention += config.qk_norm * 2 * dim + config.wide_qk_norm * (heads + kv_heads) * dim
     norm = 2 * hidden if config.family == "bloom" else hidden  # weight and bias, or weight alone
     norms_per_layer = 4 if config.family in ("gemma2", "gemma3") else 2
     norms = norm * (config.num_layers * norms_per_layer + (2 if config.family == "bloom" else 1))

@@ -19,6 +19,8 @@ _LLAMA_LIKE = {
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Phi3ForCausalLM": "phi3",
+    "Olmo2ForCausalLM": "olmo2",
+    "GraniteForCausalLM": "granite",
 }
 _OTHERS = {
     "Gemma2ForCausalLM": gemma2_config,

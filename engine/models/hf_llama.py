@@ -9,7 +9,8 @@ from proto.model import ModelConfig
 
 # transformers' defaults, where they are not Llama's: as many KV heads as heads, 1e-6, 10000
 _KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "mixtral": 8, "qwen3_moe": 4}
-_NORM_EPS = {"mixtral": 1e-5, "phi3": 1e-5}
+_NORM_EPS = {"mixtral": 1e-5, "phi3": 1e-5, "olmo2": 1e-5}
+_BIASED = ("llama", "qwen3", "qwen3_moe", "olmo2", "granite")  # by attention_bias
 _ROPE_THETA = {"mixtral": 1e6}
 
 
@@ -20,7 +21,7 @@ def llama_config(config: Fields, family: str, weights_dtype: str | None) -> Mode
     num_layers = config.integer("num_hidden_layers")
     max_position = config.integer("max_position_embeddings")
     head_dim = _head_dim(config, family, hidden_size, num_heads)
-    attention_bias = family in ("llama", "qwen3", "qwen3_moe") and config.flag("attention_bias", False)
+    attention_bias = family in _BIASED and config.flag("attention_bias", False)
     rope = _rope(config, family)
     partial, theta = family == "phi3", _ROPE_THETA.get(family, 10000.0)
     rotary_dim = read_rotary_dim(config, rope, head_dim, partial=partial)
@@ -39,13 +40,15 @@ def llama_config(config: Fields, family: str, weights_dtype: str | None) -> Mode
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         qkv_bias=family == "qwen2" or attention_bias,
         out_bias=attention_bias,
-        mlp_bias=family == "llama" and config.flag("mlp_bias", False),
+        mlp_bias=family in ("llama", "granite") and config.flag("mlp_bias", False),
         qk_norm=family in ("qwen3", "qwen3_moe"),
+        wide_qk_norm=family == "olmo2",
         windows=_windows(config, family, num_layers),
         rope=read_rope(config, rope, max_position, head_dim, theta, partial=partial),
         rotary_dim=0 if rotary_dim == head_dim else rotary_dim,
         dtype=dtype_of(config, weights_dtype),
         **_mixture(config, family, num_layers),
+        **_multipliers(config, family),
     )
 
 
@@ -73,7 +76,7 @@ def _activation(config: Fields) -> str:
 
 def _windows(config: Fields, family: str, num_layers: int) -> tuple[int, ...]:
     """Window of each layer in positions, 0 = all; () when no layer has one."""
-    if family == "llama":
+    if family in ("llama", "olmo2", "granite"):
         return ()
     if family in ("mistral", "mixtral", "phi3"):
         absent = 4096 if family == "mistral" and "sliding_window" not in config.values else 0
@@ -108,6 +111,17 @@ def _mixture(config: Fields, family: str, num_layers: int) -> dict[str, Any]:
             "dense_layers": _dense_layers(config, num_layers),
         }
     return {}
+
+
+def _multipliers(config: Fields, family: str) -> dict[str, Any]:
+    if family != "granite":
+        return {}
+    return {
+        "attention_scale": config.number("attention_multiplier", 1.0),
+        "embedding_multiplier": config.number("embedding_multiplier", 1.0),
+        "residual_multiplier": config.number("residual_multiplier", 1.0),
+        "logit_divisor": config.number("logits_scaling", 1.0),
+    }
 
 
 def _experts(config: Fields, key: str, absent: int, absent_per_token: int) -> dict[str, int]:

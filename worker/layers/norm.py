@@ -4,6 +4,7 @@ import torch
 
 from worker.layers.module import Module, Target
 from worker.layers.parameter import Parameter
+from worker.ranks.group import Share
 
 
 class RMSNorm(Module):
@@ -29,6 +30,20 @@ class RMSNorm(Module):
         if delta is None:
             return x, self(x)
         return self._ops.add_rms_norm(x, delta, self.weight.tensor, self.eps)
+
+
+class SharedRMSNorm(RMSNorm):
+    """RMSNorm over features that ranks share: of the whole row, of which each rank keeps its share."""
+
+    def __init__(self, target: Target, share: Share, eps: float) -> None:
+        super().__init__(target, share.total, eps)
+        self.share = share
+        self._group = target.group
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, ..., d] of this rank's features, returned in the same shape and dtype."""
+        row = self._group.gather(x.flatten(1).contiguous(), self.share)
+        return super().__call__(row)[:, self.share.start : self.share.stop].view(x.shape)
 
 
 class LayerNorm(Module):

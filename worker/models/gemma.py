@@ -87,8 +87,11 @@ class Gemma(Llama):
     def _layer(self, config: ModelConfig, target: Target, index: int) -> Block:
         return Layer(config, target, index)
 
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding(ids) * self.embedding_scale
+
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
-        x, delta = self.embedding(ids) * self.embedding_scale, None
+        x, delta = self._embed(ids), None
         rotation, windowed_rotation = self.rope(positions), self.windowed_rope(positions)
         for layer, windowed in zip(self.layers, self.windowed, strict=True):
             x, delta = layer(x, delta, windowed_rotation if windowed else rotation, attention)

@@ -19,7 +19,7 @@ from worker.layers.experts import Mixture
 from worker.layers.linear import Linear, RowLinear
 from worker.layers.mlp import GatedMLP
 from worker.layers.module import Module, Target
-from worker.layers.norm import RMSNorm
+from worker.layers.norm import RMSNorm, SharedRMSNorm
 from worker.layers.ops import Ops
 from worker.layers.rope import Rope, pair_across_halves
 from worker.models.base import Block, Model
@@ -71,8 +71,12 @@ class Attention(Module):
         q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
         self.qkv = Linear(target, config.hidden_size, {"q": q, "k": kv, "v": kv}, bias=config.qkv_bias)
         self.o = RowLinear(target, q, config.hidden_size, bias=config.out_bias)
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.wide_qk_norm:
+            self.q_norm = SharedRMSNorm(target, q, config.norm_eps)
+            self.k_norm = SharedRMSNorm(target, kv, config.norm_eps)
+        elif config.qk_norm:
             self.q_norm = RMSNorm(target, self.head_dim, config.norm_eps, offset=norm_offset)
             self.k_norm = RMSNorm(target, self.head_dim, config.norm_eps, offset=norm_offset)
         self.rotary_dim = config.rotary_dim or self.head_dim
@@ -136,8 +140,11 @@ class Llama(Model):
     def _mlp(self, config: ModelConfig, target: Target, index: int) -> GatedMLP | Mixture:
         return GatedMLP(target, config.hidden_size, config.intermediate_size, config.hidden_act, bias=config.mlp_bias)
 
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding(ids)
+
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
-        x, delta = self.embedding(ids), None
+        x, delta = self._embed(ids), None
         rotation = self.rope(positions)
         for layer in self.layers:
             x, delta = layer(x, delta, rotation, attention)

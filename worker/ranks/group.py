@@ -27,6 +27,7 @@ class Share:
     start: int
     size: int
     total: int
+    copy: int = 0  # which of several copies of this part, where ranks share a part
 
     @property
     def whole(self) -> bool:
@@ -38,7 +39,7 @@ class Share:
 
     def times(self, width: int) -> "Share":
         """The same part where each entry stands for `width` of them, as a head does for its features."""
-        return Share(self.start * width, self.size * width, self.total * width)
+        return Share(self.start * width, self.size * width, self.total * width, self.copy)
 
 
 def whole(total: int) -> Share:
@@ -93,7 +94,7 @@ class Group:
         copies = self.size // kv_heads
         if self.size % kv_heads or heads % self.size:
             raise ValueError(f"{heads} heads on {kv_heads} KV heads cannot be shared by {self.size} ranks")
-        return self.share(heads), Share(self.rank // copies, 1, kv_heads)
+        return self.share(heads), Share(self.rank // copies, 1, kv_heads, self.rank % copies)
 
     def shape(self, config: ModelConfig) -> ModelConfig:
         """A model of the size that one rank holds: what its products, its attention and its KV memory look like."""
@@ -117,6 +118,18 @@ class Group:
     def concatenate(self, x: "torch.Tensor") -> "torch.Tensor":
         """All ranks' x [N, part], side by side in the order of ranks: [N, size × part]."""
         return x
+
+    def gather(self, x: "torch.Tensor", share: Share) -> "torch.Tensor":
+        """All ranks' shares of each row, put together: x [N, size] → [N, total] on every rank, exactly as it was.
+
+        Shares may be unequal or copied, unlike those of `concatenate`.
+        """
+        if share.whole:
+            return x
+        whole = x.new_zeros(x.shape[0], share.total)
+        if not share.copy:
+            whole[:, share.start : share.stop] = x
+        return self.sum(whole)
 
     def minimum(self, value: int) -> int:
         """The smallest of all ranks' values."""
