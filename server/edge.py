@@ -36,8 +36,8 @@ from server.generation import Generation, OutputPiece
 from server.readiness import Phase, Readiness
 from server.record import Record
 from server.status import UnavailableError, shorten
-from server.turns import Place, Turns
 from server.validate import Ask
+from server.wake_queue import Waiter, WakeQueue
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +73,8 @@ class Edge:
         self.phase_changed = asyncio.Event()
         self._phase = self.readiness.phase
         self._loop = asyncio.get_running_loop()
-        self._turns = Turns()
-        self._places: dict[int, Place] = {}
+        self._wake_queue = WakeQueue()
+        self._waiters: dict[int, Waiter] = {}
         self._unread: deque[Message] = deque()
         self._receiving = False  # whether the loop will read on by itself
         self._next_census = 0.0
@@ -96,13 +96,13 @@ class Edge:
         Raises DuplicateIdError or OverloadedError.
         """
         generation, submit = self.record.open(ask, size, arrival, time.time())
-        place = self._places[generation.rid] = self._turns.place()
-        generation.notify = place.tell
+        waiter = self._waiters[generation.rid] = self._wake_queue.waiter()
+        generation.notify = waiter.notify
         try:
             self._send([submit])
             yield generation
         finally:
-            del self._places[generation.rid]
+            del self._waiters[generation.rid]
             self._send(self.record.close(generation))
             if self.options.log_requests:
                 _log_request(generation)
@@ -110,11 +110,11 @@ class Edge:
 
     async def next_piece(self, generation: Generation) -> OutputPiece:
         """What can be written next. Raises the CallError that ended the generation."""
-        place = self._places[generation.rid]
+        waiter = self._waiters[generation.rid]
         if generation.ready:
-            await place.turn()
+            await waiter.wait_turn()
         while (piece := generation.take()) is None:
-            await place.news()
+            await waiter.wait_notified()
         return piece
 
     async def ask(self, to: Address, question: TokenizeCall | DetokenizeCall | Flush, size: int) -> Reply:
