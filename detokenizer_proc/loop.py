@@ -1,4 +1,4 @@
-"""The detokenizer's surroundings: inbox, outboxes, counters."""
+"""The detokenizer's process: messages in and out, counters."""
 
 import ctypes
 
@@ -17,7 +17,7 @@ class DetokenizerLoop:
         manifest = stage.options.manifest
         self._stage = stage
         self._detokenizer = Detokenizer(read_vocabulary(manifest.tokenizer_json, manifest.config.vocab_size))
-        # Reading the file took several times what is left of it.
+        # Reading the file took several times the memory that is still in use.
         ctypes.CDLL(None).malloc_trim(0)
         stage.ready()
 

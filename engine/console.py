@@ -1,4 +1,4 @@
-"""The supervisor's way to the operator: never waits for a terminal or pipe that nobody reads."""
+"""The supervisor's output to stderr, which never waits for a terminal or pipe that nobody reads."""
 
 import os
 import select
@@ -13,7 +13,7 @@ _LAST_SECONDS = 1.0
 
 
 class Console:
-    """Lines to stderr, held for a slow reader up to a limit. What is beyond is counted, and the count is told."""
+    """Writes lines to stderr, buffered for a slow reader up to a limit; lines beyond are counted and reported."""
 
     def __init__(self) -> None:
         self._held: deque[bytes] = deque()
@@ -22,12 +22,12 @@ class Console:
         self._fd = sys.stderr.fileno()
 
     def say(self, text: str) -> None:
-        """A message of the supervisor's own."""
+        """Write a message of the supervisor's own."""
         for line in text.splitlines():
             self.forward(f"supervisor: {line}")
 
     def forward(self, line: str) -> None:
-        """A line as a stage wrote it."""
+        """Write a line as a stage wrote it."""
         if self._held_bytes >= _HELD_BYTES:
             self._missed += 1
         else:
@@ -38,7 +38,7 @@ class Console:
         self.flush()
 
     def flush(self) -> bool:
-        """Write what stderr takes at once; True when nothing is held any more."""
+        """Write what stderr takes without waiting; return whether nothing is left."""
         while self._held:
             if not select.select([], [self._fd], [], 0)[1]:
                 return False
@@ -46,13 +46,13 @@ class Console:
             self._held_bytes -= len(piece)
             try:
                 os.write(self._fd, piece)
-            except OSError:  # nobody holds the other end any more: supervising goes on
+            except OSError:  # the other end is closed: go on supervising
                 self._held.clear()
                 self._held_bytes = 0
         return True
 
     def close(self) -> None:
-        """Give a slow reader a moment for the rest."""
+        """Give a slow reader a moment to read the rest."""
         end = time.monotonic() + _LAST_SECONDS
         while not self.flush() and time.monotonic() < end:
             time.sleep(0.01)

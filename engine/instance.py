@@ -1,4 +1,4 @@
-"""An instance as a context manager, for commands that bring their own and for tests."""
+"""An instance as a context manager, for commands that start one of their own and for tests."""
 
 import json
 import os
@@ -17,7 +17,7 @@ _KEPT_LINES = 60
 
 
 class InstanceError(RuntimeError):
-    """The instance did not come up, or did not stop; the text ends with its last lines."""
+    """The instance did not start, or did not stop; the text ends with its last lines."""
 
 
 class StageProcess(TypedDict):
@@ -62,7 +62,7 @@ class Instance:
 
     @classmethod
     def _spawn(cls, args: Sequence[str], echo: IO[str] | None) -> "Instance":
-        # The supervisor stops when the write end closes, be it by our death.
+        # The supervisor stops when the write end closes, even if this process is killed.
         read_end, lifeline = os.pipe()
         quintet = [sys.executable, "-P", "-m", "engine.cli"]
         command = [*quintet, "serve", "--port", "0", "--parent-fd", str(read_end), *args]
@@ -75,7 +75,7 @@ class Instance:
                 text=True,
                 errors="replace",
                 pass_fds=[read_end],
-                start_new_session=True,  # a terminal's ^C is for the command that brought us
+                start_new_session=True,  # a terminal's ^C is for the command that started us
             )
         finally:
             os.close(read_end)
@@ -94,7 +94,7 @@ class Instance:
                     f"the instance ended with exit code {self._process.returncode}:\n{self.stderr_tail}"
                 )
             if time.monotonic() > end:
-                raise InstanceError(f"the instance does not serve after {timeout:g} s:\n{self.stderr_tail}")
+                raise InstanceError(f"the instance was not serving after {timeout:g} s:\n{self.stderr_tail}")
             time.sleep(_LOOK_SECONDS)
         facts = json.loads(ready_file.read_text())
         self.address = facts["address"]
@@ -103,7 +103,7 @@ class Instance:
 
     @property
     def pid(self) -> int:
-        """Of the supervisor."""
+        """Process id of the supervisor."""
         return self._process.pid
 
     @property
@@ -116,7 +116,7 @@ class Instance:
         try:
             code = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise InstanceError(f"the instance still runs after {timeout:g} s:\n{self.stderr_tail}") from None
+            raise InstanceError(f"the instance was still running after {timeout:g} s:\n{self.stderr_tail}") from None
         self._reader.join(1.0)
         self._close()
         return code
@@ -128,7 +128,7 @@ class Instance:
         return self.wait(timeout)
 
     def kill(self) -> None:
-        """End it at once, by the death of its supervisor."""
+        """End it at once, by killing its supervisor."""
         self._process.kill()
         self._process.wait()
         self._close()

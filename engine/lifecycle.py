@@ -1,4 +1,4 @@
-"""What becomes of an instance: decisions only. No process, socket, clock or terminal is touched here.
+"""The life of an instance, as decisions: no process, socket, clock or terminal is touched here.
 
 Events go in (a stage was started, spoke, ended, was looked at; somebody asks for a stop; time passes), actions
 come out, in order. `engine.supervisor` brings the events and carries out the actions.
@@ -46,18 +46,18 @@ _FAILED_STOP_SECONDS = 1.5
 _STOP_SECONDS = 5.0
 _WRAPPED_STOP_SECONDS = 60.0  # a profiler writes its report when its stage has ended
 _KILL_SECONDS = 2.0
-# Time beyond this between two ticks is our own sleep (a suspended machine, a stopped supervisor): nobody
-# else had a chance to speak during it.
+# More time than this between two ticks means that we slept ourselves (a suspended machine, a stopped supervisor); the
+# stages cannot be blamed for their silence then.
 _LONGEST_TICK = 2.0
 
 
 class Phase(Enum):
     STARTING = auto()
     SERVING = auto()
-    DRAINING = auto()  # a stop was asked for: streams may finish
+    DRAINING = auto()  # a stop was requested: streams may finish
     FAILING = auto()  # a stage is lost: servers tell their callers
     STOPPING = auto()  # every stage was told to end
-    KILLING = auto()  # those that did not are being killed
+    KILLING = auto()  # stages that did not end are being killed
     ENDED = auto()
 
 
@@ -74,7 +74,7 @@ class Lifecycle:
     """The state of an instance. Every event returns the actions that it calls for."""
 
     def __init__(self, stages: Sequence[tuple[Address, bool]], limits: Limits, incarnation: int, pid: int) -> None:
-        """`stages` are addresses with whether a wrapper stands in front; `incarnation` and `pid` are our own."""
+        """`stages` are addresses, each with whether it runs under a wrapper; `incarnation` and `pid` are our own."""
         self.stages = {address: StageRecord(address, wrapped) for address, wrapped in stages}
         self.phase = Phase.STARTING
         self.failure = ""
@@ -93,15 +93,15 @@ class Lifecycle:
 
     @property
     def exit_code(self) -> int | None:
-        """0 after a stop that was asked for, 1 after a failure; None while the instance lives."""
+        """Exit code of the instance: OK after a requested stop, FAILED after a failure; None while it runs."""
         if self.phase is not Phase.ENDED:
             return None
         return ExitCode.FAILED if self.failure else ExitCode.OK
 
     def world(self) -> World:
-        """Snapshot for the stages."""
+        """Make a snapshot for the stages."""
         stages = (self._supervisor, *self.stages.values())
-        # Callers hear the first line; the rest is for the operator.
+        # Callers get the first line; the rest is for the operator.
         failure = self.failure.partition("\n")[0]
         return World(tuple(stage.info() for stage in stages), self._draining, failure)
 
@@ -140,23 +140,23 @@ class Lifecycle:
                 stage.drained = True
                 self._after_drained()
             case DrainRequest():
-                self._ask_to_stop("a caller asks for a drain")
+                self._ask_to_stop("requested through Control.Drain")
         return self._take_actions()
 
     def on_unreadable(self, error: str) -> list[Action]:
         """A stage sent what this process cannot decode."""
-        self._fail(f"a stage speaks another dialect: {error}\nThe code changed on disk: start the instance again.")
+        self._fail(f"{error}.\nThe code changed on disk: start the instance again.")
         return self._take_actions()
 
     def on_exit(self, address: Address, status: int | None, last_lines: Sequence[str]) -> list[Action]:
-        """The child was reaped. `status` is its exit code, or minus its signal; None = cannot be known."""
+        """A child was reaped. `status` is its exit code, or minus its signal; None = unknown."""
         stage = self.stages[address]
         stage.exited = True
         self._on_loss(stage, describe_end(status), advise(status, stage.address.kind), last_lines)
         return self._take_actions()
 
     def on_vitals(self, address: Address, vitals: Vitals | None, last_lines: Sequence[str]) -> list[Action]:
-        """The stage's own process was looked at; None = it is gone, though its child (a wrapper) may not be."""
+        """The state of a stage's process was read; None = it is gone, though its wrapper may not be."""
         stage = self.stages[address]
         if not stage.lives:
             return []
@@ -166,22 +166,22 @@ class Lifecycle:
             return self._take_actions()
         stage.rss_bytes, stage.cpu_seconds = vitals.rss_bytes, vitals.cpu_seconds
         self._hangs.on_cpu_time(address, vitals.cpu_seconds, self._time)
-        if vitals.state == "T":  # not "t": a debugger or profiler holds it and will let go
-            advice = "Somebody sent it SIGSTOP or a terminal's ^Z; nothing that it held up could go on."
+        if vitals.state == "T":  # not "t": a debugger or profiler holds it for a while
+            advice = "It received SIGSTOP, or ^Z from a terminal; everything that waited for it stood still."
             self._on_loss(stage, "was stopped by a signal", advice, last_lines, StageState.STOPPED)
         return self._take_actions()
 
     def on_supervisor_vitals(self, vitals: Vitals) -> None:
-        """Of our own process, for the table of processes."""
+        """Our own state was read."""
         self._supervisor.rss_bytes, self._supervisor.cpu_seconds = vitals.rss_bytes, vitals.cpu_seconds
 
     def on_terminate(self, reason: str) -> list[Action]:
-        """SIGTERM or its like: finish the streams, then end. Asking again changes nothing."""
+        """A signal such as SIGTERM: finish the streams, then end. Another one changes nothing."""
         self._ask_to_stop(reason)
         return self._take_actions()
 
     def on_interrupt(self) -> list[Action]:
-        """SIGINT: as SIGTERM; the second one ends now, the third one at once."""
+        """SIGINT: the first acts like SIGTERM, the second stops at once, the third kills."""
         match self.phase:
             case Phase.DRAINING:
                 self._stop("stopping now")
@@ -192,7 +192,7 @@ class Lifecycle:
         return self._take_actions()
 
     def on_startup_error(self, reason: str) -> list[Action]:
-        """A stage could not even be started."""
+        """A stage could not be started."""
         self._fail(reason)
         return self._take_actions()
 
@@ -205,14 +205,14 @@ class Lifecycle:
             case Phase.STARTING:
                 self._look_at_startup()
             case Phase.DRAINING if self._time >= self._deadline:
-                self._stop(f"streams were left after --drain-timeout {self._limits.drain:g} s")
+                self._stop(f"stopping: streams were still open after --drain-timeout {self._limits.drain:g} s")
             case Phase.FAILING if self._time >= self._deadline:
                 self._stop()
             case Phase.STOPPING if self._time >= self._stop_deadline():
                 self._kill()
             case Phase.KILLING if self._time >= self._deadline:
                 stuck = ", ".join(stage.title for stage in self.stages.values() if not stage.exited)
-                self._do(Say(f"left behind, the kernel does not let them go: {stuck}"))
+                self._do(Say(f"could not be killed: {stuck}"))
                 self.phase = Phase.ENDED
             case _:
                 pass
@@ -232,7 +232,7 @@ class Lifecycle:
     def _on_ready(self, stage: StageRecord, ready: Ready) -> None:
         if ready.schema != SCHEMA_HASH:
             self._fail(
-                f"{stage.title} speaks schema {ready.schema}, the supervisor {SCHEMA_HASH}.\n"
+                f"{stage.title} has message schema {ready.schema}, the supervisor {SCHEMA_HASH}.\n"
                 "The code changed on disk: start the instance again."
             )
             return
@@ -264,7 +264,7 @@ class Lifecycle:
         if self._time < self._deadline:
             return
         late = [stage.title for stage in self.stages.values() if stage.state is StageState.STARTING]
-        what = f"not ready: {', '.join(late)}" if late else "no token has passed the ring"
+        what = f"not ready: {', '.join(late)}" if late else "all stages are ready, but no token came through"
         self._fail(
             f"start-up made no progress for --startup-timeout {self._limits.startup:g} s ({what}).\n"
             "  Raise the limit if the machine is slow; --log-level debug shows what the stages do."
@@ -301,7 +301,7 @@ class Lifecycle:
         last_lines: Sequence[str],
         state: StageState = StageState.DEAD,
     ) -> None:
-        """A stage died, stopped or hangs. The place where, with replay, it will be started again."""
+        """A stage died, was stopped, or hangs. With replay, this is where it will be started again."""
         already_lost = not stage.lives
         stage.state = state
         match self.phase:
@@ -359,7 +359,7 @@ class Lifecycle:
         for stage in self.stages.values():
             if stage.exited:
                 continue
-            # A stage that loads a model does not read for minutes, and has nothing to lose.
+            # A stage that loads a model may not read its inbox for minutes, and has nothing to lose.
             if stage.state in (StageState.STOPPED, StageState.STARTING):
                 self._kill_one(stage)
             else:
@@ -376,7 +376,7 @@ class Lifecycle:
         self._deadline = self._time + _KILL_SECONDS
         late = [stage for stage in self.stages.values() if not stage.exited]
         if late and not self.failure:
-            self._do(Say(f"killing what did not stop: {', '.join(stage.title for stage in late)}"))
+            self._do(Say(f"killing stages that did not stop: {', '.join(stage.title for stage in late)}"))
         for stage in late:
             self._kill_one(stage)
 
@@ -395,7 +395,7 @@ class Lifecycle:
         return [stage for address, stage in self.stages.items() if address.kind is StageKind.SERVER]
 
     def _tell_world(self, to_starting: bool = True) -> None:
-        """Starting stages may not read for minutes, so they get changes only."""
+        """Starting stages may not read their inbox for minutes, so they are sent changes only."""
         self._next_world = self._time + _WORLD_SECONDS
         world = self.world()
         for stage in self.stages.values():

@@ -1,4 +1,4 @@
-"""The service's TCP port: claimed loudly, then shared quietly with our own server processes."""
+"""The service's TCP port: bound exclusively first, so that a taken one fails, then shared with our own servers."""
 
 import errno
 import socket
@@ -8,11 +8,11 @@ DEFAULT_PORT = 50051
 
 
 class PortError(RuntimeError):
-    """The address cannot be had; the text names it and says why."""
+    """The address cannot be bound; the text names it and says why."""
 
 
 class Port:
-    """A bound socket that never listens. It keeps the port ours while server processes come and go."""
+    """A bound socket that never listens. It holds the port while server processes come and go."""
 
     def __init__(self, host: str, port: int) -> None:
         """Claim host:port; 0 = any free one. Raises PortError."""

@@ -1,4 +1,4 @@
-"""The model's manifest, made by `engine.models` in a process of its own so that the supervisor stays lean."""
+"""Prepares a model in a process of its own (`engine.models`), so that the supervisor stays small."""
 
 import sys
 import time
@@ -15,13 +15,13 @@ _LOOK_SECONDS = 0.05
 
 
 class PreparationError(RuntimeError):
-    """The model cannot be had; the reason has been shown."""
+    """The model cannot be used; the reason has been printed."""
 
 
 def prepare_model(
     name: str, out: Path, *, needs_weights: bool, death_fd: int, console: Console, cancelled: Callable[[], bool]
 ) -> ModelManifest | None:
-    """Find, fetch and read a model, showing progress; None when `cancelled` said so meanwhile."""
+    """Find, fetch and read a model, showing progress; return None if `cancelled` became true meanwhile."""
     command = [sys.executable, "-P", "-m", "engine.models", name, "--out", str(out)]
     process = Process(command if needs_weights else [*command, "--no-weights"], death_fd)
     try:
@@ -31,7 +31,7 @@ def prepare_model(
             for line in process.read_lines() or ():
                 console.say(line)
             time.sleep(_LOOK_SECONDS)
-        for line in process.rest():
+        for line in process.read_rest():
             console.say(line)
     finally:
         process.close()

@@ -1,4 +1,4 @@
-"""Processes of the stages: start one with its ties, read what it writes, look at it in /proc, end it."""
+"""Child processes: start one that dies with us, read its output, read its state from /proc, kill it."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class DeathPipe:
-    """A pipe that nobody writes to: its end tells the stages that the supervisor is gone."""
+    """A pipe that is never written to: when it closes, the kernel kills the stages, since the supervisor is gone."""
 
     def __init__(self) -> None:
         self.read_fd, self._write_fd = os.pipe()
@@ -37,7 +37,7 @@ class Process:
         parent = os.getpid()
 
         def tie() -> None:
-            # For the time before the stage ties itself, and for a wrapper, which never does.
+            # For the time until the stage ties itself to the pipe, and for a wrapper, which never does.
             ask_for_death_signal()
             if os.getppid() != parent:
                 os._exit(1)
@@ -64,7 +64,7 @@ class Process:
         self._partial = b""
 
     def reap(self) -> bool:
-        """True once the child has ended; `status` is then known."""
+        """Return whether the child has ended; `status` is then known."""
         return self._popen.poll() is not None
 
     @property
@@ -73,7 +73,7 @@ class Process:
         return self._popen.returncode
 
     def read_lines(self) -> list[str] | None:
-        """Whole lines that the child wrote since the last call; None at the end of its output."""
+        """Return the whole lines that the child wrote since the last call; None at the end of its output."""
         try:
             data = os.read(self.output_fd, _READ_BYTES)
         except BlockingIOError:
@@ -86,8 +86,8 @@ class Process:
             self._partial = b""
         return self._keep(lines)
 
-    def rest(self) -> list[str]:
-        """What is left in the pipe after the child's end, an unfinished last line too."""
+    def read_rest(self) -> list[str]:
+        """Return what is left in the pipe after the child's end, including an unfinished last line."""
         lines = []
         while more := self.read_lines():
             lines += more
@@ -100,7 +100,7 @@ class Process:
         return texts
 
     def kill(self, stage_pid: int) -> None:
-        """SIGKILL to the whole group, and to the stage should its wrapper have moved it elsewhere."""
+        """Send SIGKILL to the whole group, and to the stage in case its wrapper moved it to another one."""
         if self._popen.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -112,8 +112,8 @@ class Process:
         os.close(self.output_fd)
 
 
-def look_at(pid: int) -> Vitals | None:
-    """What /proc/PID/stat says (proc_pid_stat(5)); None when the process is gone."""
+def read_vitals(pid: int) -> Vitals | None:
+    """Read /proc/PID/stat (proc_pid_stat(5)); None when the process is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The name in parentheses may hold anything; fields after it are counted from "state".

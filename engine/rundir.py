@@ -1,4 +1,4 @@
-"""The run directory of an instance: fresh, private, short, and swept by the next start when left behind."""
+"""The run directory of an instance: new, private, short. One that was left behind is removed by the next start."""
 
 import fcntl
 import os
@@ -23,7 +23,7 @@ class RunDir:
     """A fresh 0700 directory, held by flock for as long as this process lives."""
 
     def __init__(self, parent: str | None) -> None:
-        """`parent` is --run-dir: where instances have their directories; None = a usual place.
+        """`parent` is --run-dir: where instances have their directories; None = the first usable temporary directory.
 
         Directories there that no process holds are removed first. Raises RunDirError.
         """
@@ -45,7 +45,7 @@ class RunDir:
 
 
 def _usual_place() -> Path:
-    """The first of the session's, the configured and the system's temporary directory that will do."""
+    """Return the first usable one of the session's, the configured and the system's temporary directory."""
     refusals = []
     for place in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
         if place:
@@ -60,7 +60,7 @@ def _checked(base: Path) -> Path:
     size = len(os.fsencode(base)) + len(_LONGEST_NAME)
     if size > MAX_IPC_PATH:
         raise RunDirError(
-            f"--run-dir {base}: inbox paths in it would have {size} bytes; ipc sockets hold {MAX_IPC_PATH}: "
+            f"--run-dir {base}: inbox paths in it would have {size} bytes; ipc sockets take at most {MAX_IPC_PATH}: "
             "choose a shorter one"
         )
     if not base.is_dir():
@@ -71,7 +71,7 @@ def _checked(base: Path) -> Path:
 
 
 def _sweep(base: Path) -> None:
-    """Remove our run directories that no process holds: by flock, since a pid may be anybody's by now."""
+    """Remove run directories that no process holds: by flock, since a pid may belong to another process by now."""
     for path in base.glob(_PREFIX + "*"):
         try:
             status = path.lstat()
@@ -79,11 +79,11 @@ def _sweep(base: Path) -> None:
                 continue
             lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
-            continue  # gone meanwhile, or never an instance's
+            continue  # gone by now, or never a run directory
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
         except BlockingIOError:
-            pass  # it lives
+            pass  # its instance is running
         finally:
             os.close(lock)

@@ -13,7 +13,7 @@ class Signals:
 
     def __init__(self) -> None:
         """Call in the main thread."""
-        self._taken: list[int] = []
+        self._pending: list[int] = []
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -22,21 +22,21 @@ class Signals:
             signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        self._taken.append(number)
+        self._pending.append(number)
 
     def fileno(self) -> int:
         return self._reader.fileno()
 
     def ask_to_end(self) -> bool:
-        """Whether one that ends programs has come and was not taken yet."""
-        return any(number != signal.SIGCHLD for number in self._taken)
+        """Return whether a signal that ends programs is pending."""
+        return any(number != signal.SIGCHLD for number in self._pending)
 
-    def take(self) -> list[int]:
-        """The signals since the last call, in order."""
+    def drain(self) -> list[int]:
+        """Return the signals since the last call, in order."""
         try:
             while os.read(self._reader.fileno(), 4096):
                 pass
         except BlockingIOError:
             pass
-        taken, self._taken = self._taken, []
-        return taken
+        pending, self._pending = self._pending, []
+        return pending

@@ -102,14 +102,14 @@ Action = Start | Tell | Kill | Say | Announce
 
 
 def describe_progress(progress: Progress) -> str:
-    """With a percentage, where the total is known."""
+    """Say what is being done, with a percentage if the total is known."""
     if progress.total:
         return f"{progress.text} {100 * progress.done // progress.total}%"
     return progress.text
 
 
 def describe_end(status: int | None) -> str:
-    """Of an exit code, or minus a signal; None = cannot be known."""
+    """Say how a process ended, by its exit code or minus its signal; None = unknown."""
     if status is None:
         return "ended"
     if status < 0:
@@ -125,10 +125,10 @@ def _signal_name(number: int) -> str:
 
 
 def advise(status: int | None, kind: StageKind) -> str:
-    """What the operator can do about such an end."""
+    """Say what the operator can do about such an end."""
     if status == -signal.SIGKILL:
         flags = "--num-pages or --kv-cache-memory-bytes" if kind is StageKind.WORKER else "--max-in-flight-bytes"
-        return f"If nobody sent it, the kernel ran out of memory (see dmesg): lower {flags}."
+        return f"Unless someone sent that signal, the machine ran out of memory (see dmesg): lower {flags}."
     if status is not None and status < 0:
         return "It crashed in native code: please report it, with the lines above."
     return "Its log above says why; --log-level debug shows more."

@@ -1,4 +1,4 @@
-"""The root process of an instance: brings events to the Lifecycle and carries out what it decides."""
+"""The root process of an instance: passes events to the Lifecycle and carries out what it decides."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from engine.lifecycle import Lifecycle, Limits
 from engine.parallel import refuse_division
 from engine.port import Port, PortError
 from engine.preparation import PreparationError, prepare_model
-from engine.processes import DeathPipe, Process, look_at
+from engine.processes import DeathPipe, Process, read_vitals
 from engine.rundir import RunDir, RunDirError
 from engine.runtime.stage import ExitCode, set_title
 from engine.signals import Signals
@@ -74,7 +74,7 @@ def _serve(config: ServeConfig, modules: Mapping[StageKind, str], console: Conso
         console.forward(f"quintet serve: error: {error}")
         return ExitCode.REFUSED
     finally:
-        # Whatever escaped the supervisor's own killing ends here.
+        # Kills whatever the supervisor could not.
         pipe.close()
         run_dir.remove()
         port.close()
@@ -123,7 +123,7 @@ class Supervisor:
         )
 
     def run(self) -> int:
-        """Play until the lifecycle ends; returns the exit code."""
+        """Run until the lifecycle ends; returns the exit code."""
         try:
             self._perform(self._lifecycle.begin(time.monotonic()))
             while (code := self._lifecycle.exit_code) is None:
@@ -155,9 +155,10 @@ class Supervisor:
             self._perform(self._lifecycle.on_unreadable(str(error)))
 
     def _on_signals(self) -> None:
-        for number in self._signals.take():
+        for number in self._signals.drain():
             if number == signal.SIGCHLD:
-                self._next_look = 0.0  # after this round of events: some may be of descriptors that it closes
+                # Not now: looking closes descriptors, and events of this round may be about them.
+                self._next_look = 0.0
             elif number == signal.SIGINT:
                 self._perform(self._lifecycle.on_interrupt())
             else:
@@ -165,7 +166,7 @@ class Supervisor:
 
     def _on_parent_end(self) -> None:
         self._selector.unregister(self._config.parent_fd)
-        self._perform(self._lifecycle.on_terminate("whoever started this instance is gone"))
+        self._perform(self._lifecycle.on_terminate("the process that started this instance has ended"))
         self._perform(self._lifecycle.on_interrupt())
 
     def _on_output(self, process: Process) -> None:
@@ -176,20 +177,20 @@ class Supervisor:
             self._console.forward(line)
 
     def _look_at_stages(self) -> None:
-        """Who ended, who is stopped, what everybody uses."""
+        """Find out which stages have ended or are stopped, and what each uses."""
         for address, process in list(self._processes.items()):
             if process.reap():
                 self._on_end(address, process)
         for address, process in self._processes.items():
-            vitals = look_at(self._lifecycle.stages[address].pid)
+            vitals = read_vitals(self._lifecycle.stages[address].pid)
             self._perform(self._lifecycle.on_vitals(address, vitals, process.last_lines))
-        own = look_at(os.getpid())
+        own = read_vitals(os.getpid())
         if own:
             self._lifecycle.on_supervisor_vitals(own)
 
     def _on_end(self, address: Address, process: Process) -> None:
         del self._processes[address]
-        for line in process.rest():
+        for line in process.read_rest():
             self._console.forward(line)
         if process.output_fd in self._selector.get_map():
             self._selector.unregister(process.output_fd)
@@ -264,11 +265,11 @@ class Supervisor:
             process.close()
         self._selector.close()
         self._inbox.close()
-        self._context.close(linger=0)  # with the outboxes: nobody is left to read what they hold
+        self._context.close(linger=0)  # outboxes included: no stage is left to read them
 
 
 def _clear_ready_file(path: Path) -> None:
-    """A file of an earlier instance must not be taken for ours, nor a bad path come out after the model has loaded."""
+    """Remove an earlier instance's file, and find a bad path before the model is loaded rather than after."""
     try:
         draft = path.with_name(path.name + _DRAFT)
         draft.touch()
@@ -279,7 +280,7 @@ def _clear_ready_file(path: Path) -> None:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    """A reader sees all of it or nothing."""
+    """Write a file so that a reader sees all of it or nothing."""
     draft = path.with_name(path.name + _DRAFT)
     draft.write_text(text)
     draft.replace(path)

@@ -1,8 +1,7 @@
-"""ZeroMQ for everybody: one `Inbox` a process, one `Outbox` to each inbox that it writes to.
+"""Messages over ZeroMQ: one `Inbox` per process, one `Outbox` to each inbox that it writes to.
 
-Nobody else imports zmq. Nothing here promises delivery: a killed receiver loses a contiguous hole of each
-sender's stream, so correctness rests on positions and attempts in the messages
-(docs/architecture.md, 'One inbox a process').
+No other module imports zmq. Delivery is not guaranteed: a killed receiver loses a contiguous part of each sender's
+stream, so correctness rests on positions and attempts in the messages (docs/architecture.md, 'One inbox a process').
 """
 
 import fcntl
@@ -35,22 +34,22 @@ _HEADER = struct.Struct("<BBBII")
 
 
 class ChannelError(RuntimeError):
-    """An inbox could not be bound, or a peer of our schema sent what cannot be decoded."""
+    """An inbox cannot be bound, or a message from a peer with our schema cannot be decoded."""
 
 
 def inbox_path(run_dir: str, address: Address) -> str:
-    """File of the inbox's socket. Raises ChannelError when ipc cannot hold the name."""
+    """Return the file of an inbox's socket. Raises ChannelError when its name is too long for ipc."""
     path = os.path.join(run_dir, str(address))
     if len(os.fsencode(path)) > MAX_IPC_PATH:
         raise ChannelError(
-            f"inbox path {path!r} is {len(os.fsencode(path))} bytes; ipc holds {MAX_IPC_PATH}: "
+            f"inbox path {path!r} has {len(os.fsencode(path))} bytes; ipc sockets take at most {MAX_IPC_PATH}: "
             "choose a shorter --run-dir"
         )
     return path
 
 
 class Context:
-    """The process's ZeroMQ context, and the end of all its sockets."""
+    """The process's ZeroMQ context; closing it closes all its sockets."""
 
     def __init__(self) -> None:
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -76,7 +75,7 @@ class Inbox:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
-            raise ChannelError(f"inbox {path} is held by a live process") from error
+            raise ChannelError(f"inbox {path} is in use by a running process") from error
         self._socket = context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
         # accept() filters by the peer's credentials: other users cannot write to us.
@@ -100,7 +99,7 @@ class Inbox:
         return self._fd
 
     def wait(self, timeout: float) -> bool:
-        """Block until a message is there, at most `timeout` seconds (microseconds count)."""
+        """Wait for a message for at most `timeout` seconds, to the microsecond; return whether there is one."""
         end = time.monotonic() + timeout
         while not self._readable():
             left = end - time.monotonic()
@@ -115,7 +114,7 @@ class Inbox:
         return bool(int(self._socket.getsockopt(_EVENTS)) & _READABLE)
 
     def drain(self, limit: int = 4096) -> list[Message]:
-        """All messages that are there (up to `limit`), control first, otherwise in order.
+        """Return all messages that have arrived (up to `limit`), control first, otherwise in order.
 
         An empty list means that the socket was empty. Raises ChannelError when a message cannot be
         decoded: going on would hang its caller.
@@ -123,11 +122,11 @@ class Inbox:
         return [message for _, message in self.drain_with_senders(limit)]
 
     def drain_with_senders(self, limit: int = 4096) -> list[tuple[Address, Message]]:
-        """As `drain`, each message with the stage that sent it."""
+        """Like `drain`, each message with its sender."""
         messages: list[tuple[Address, Message]] = []
         control: list[tuple[Address, Message]] = []
         try:
-            # Asked before each message: cheaper than the exception for one that is not there.
+            # Asking before each message is cheaper than the exception that an empty socket raises.
             while len(messages) + len(control) < limit and self._readable():
                 received = self._decode(self._socket.recv(_NOBLOCK))
                 if received is not None:
@@ -146,13 +145,13 @@ class Inbox:
                 return None
             message: Message = self._decoder.decode(memoryview(frame)[_HEADER.size :])
         except (struct.error, ValueError, msgspec.DecodeError) as error:
-            raise ChannelError(f"{self.address} got a message that it cannot decode: {error}") from error
+            raise ChannelError(f"{self.address} received a message that it cannot decode: {error}") from error
         if sender > newest:
             self._newest[kind, index, rank] = sender
         return address, message
 
-    def learn(self, address: Address, incarnation: int) -> None:
-        """From now on drop what older incarnations of a stage sent."""
+    def drop_older(self, address: Address, incarnation: int) -> None:
+        """Drop what incarnations of a stage before this one sent, from now on."""
         key = (int(address.kind), address.index, address.rank)
         self._newest[key] = max(self._newest.get(key, 0), incarnation)
 
@@ -162,9 +161,9 @@ class Inbox:
 
 
 class Outbox:
-    """The PUSH socket to one inbox. `send` never blocks: what ZeroMQ does not take waits here, in order.
+    """The PUSH socket to one inbox. `send` never blocks: what ZeroMQ does not accept is queued here, in order.
 
-    The wait has no bound of its own: all that is in flight is bounded once, at the server.
+    The queue has no limit of its own: the server limits what is in flight in the whole ring.
     """
 
     def __init__(self, context: Context, run_dir: str, sender: Address, incarnation: int, to: Address) -> None:
@@ -179,19 +178,19 @@ class Outbox:
         self.address_incarnation(0)
 
     def address_incarnation(self, incarnation: int) -> None:
-        """Write to this incarnation of the addressee only; 0 = to whoever holds the inbox."""
+        """Write to this incarnation of the addressee only; 0 = whichever holds the inbox."""
         self._header = _HEADER.pack(*self._sender, incarnation)
 
     def send(self, message: Message) -> None:
         self.send_encoded(self._encoder.encode(message))
 
     def send_encoded(self, body: bytes) -> None:
-        """As `send`, of a message that is encoded already."""
+        """Send a message that is already encoded."""
         self._overflow.append(self._header + body)
         self.flush()
 
     def flush(self) -> bool:
-        """Hand over what waits; True when nothing is left. The loop calls it while `backlog` is not 0."""
+        """Send what is queued; return whether nothing is left. The loop calls it while `backlog` is not 0."""
         try:
             while self._overflow:
                 self._socket.send(self._overflow[0], _NOBLOCK)
@@ -202,17 +201,17 @@ class Outbox:
 
     @property
     def backlog(self) -> int:
-        """Messages that ZeroMQ did not take yet."""
+        """Messages that ZeroMQ has not accepted yet."""
         return len(self._overflow)
 
     def close(self) -> None:
-        """Close; what ZeroMQ took is still sent within the context's linger time."""
+        """Close; what ZeroMQ has accepted is still sent within the context's linger time."""
         self._socket.close()
 
 
-def hand_over(outboxes: Collection[Outbox], patience: float) -> int:
-    """Try for `patience` seconds to empty all backlogs before an exit; returns how many messages are left."""
-    end = time.monotonic() + patience
+def flush_all(outboxes: Collection[Outbox], timeout: float) -> int:
+    """Try for `timeout` seconds to empty all backlogs; return how many messages are left."""
+    end = time.monotonic() + timeout
     while True:
         left = sum(outbox.backlog for outbox in outboxes if not outbox.flush())
         if not left or time.monotonic() >= end:
@@ -226,7 +225,7 @@ def _address(kind: int, index: int, rank: int) -> Address:
 
 
 def encode(message: Message) -> bytes:
-    """Body of a message, for payloads that travel inside another message."""
+    """Encode a message that travels inside another one."""
     return msgspec.msgpack.encode(message)
 
 

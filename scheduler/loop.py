@@ -1,4 +1,4 @@
-"""The scheduler's process: its inbox's messages into `Scheduler`, plans and messages out of it."""
+"""The scheduler's process: feeds messages to `Scheduler`, sends the plans and messages that it makes."""
 
 import time
 from collections import deque
@@ -17,7 +17,7 @@ class WorkerLostError(RuntimeError):
 
 
 class SchedulerLoop:
-    """Implements `engine.runtime.stage.Handler`. The scheduler is built when its worker has told its facts."""
+    """Implements `engine.runtime.stage.Handler`. The scheduler is built when all ranks of its worker are ready."""
 
     def __init__(self, stage: Stage) -> None:
         tame_gc()
@@ -46,7 +46,7 @@ class SchedulerLoop:
         self._scheduler.on_message(message, now)
 
     def step(self, now: int) -> float | None:
-        """Plans first; what others are told of the last step waits until they are on their way."""
+        """Send plans first; what the last step gave to others waits until they are on their way."""
         scheduler = self._scheduler
         if scheduler is None:
             return None
@@ -56,7 +56,7 @@ class SchedulerLoop:
         for kind, index, message in scheduler.outgoing():
             self._stage.outbox(Address(kind, index)).send(message)
         due = scheduler.plan_due()
-        # A plan that was due and did not come has nothing to run: a message will wake us.
+        # If a plan was due and none was made, there is nothing to run until a message comes.
         return None if due is None or due <= now else max(due - time.monotonic_ns(), 0) / 1e9
 
     def heartbeat(self) -> Heartbeat:
@@ -86,7 +86,7 @@ class SchedulerLoop:
         incarnations = {rank: info.incarnation for rank, info in ranks.items()}
         if self._scheduler is not None:
             if incarnations != self._incarnations:
-                raise WorkerLostError(f"a rank of worker {replica} was replaced or is gone")
+                raise WorkerLostError(f"a rank of worker {replica} was replaced or has ended")
         elif ranks and all(is_ready(info) for info in ranks.values()):
             self._incarnations = incarnations
             self._begin(ranks[0])

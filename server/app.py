@@ -16,11 +16,11 @@ from proto.ids import SUPERVISOR
 from proto.messages import ID_BYTES, RequestParams, Sampling, ServerFacts, Serving
 from server import control, inference
 from server.edge import Edge, spare_full_collections
+from server.errors import CallError
 from server.health import Health
 from server.limits import ModelFacts
-from server.poller import unclogged_poller
+from server.poller import draining_socket_pairs
 from server.readiness import Phase
-from server.status import CallError
 from server.validate import Ask
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ async def serve(stage: Stage) -> int:
     options = stage.options
     assert isinstance(options, ServerOptions)
     edge = Edge(stage, options)
-    with unclogged_poller():
+    with draining_socket_pairs():
         grpc.aio.init_grpc_aio()
     server = grpc.aio.server(options=channel_arguments(options))
     try:
@@ -124,7 +124,7 @@ def _join(host: str, port: int) -> str:
 
 
 async def _follow(edge: Edge, readiness: Health) -> None:
-    """Keep health in step with the phase, and warm the ring up whenever it is there but has passed no token."""
+    """Keep health in step with the phase, and warm the ring up whenever it is ready but has generated no token."""
     told_serving = False
     while True:
         await edge.phase_changed.wait()
@@ -138,12 +138,12 @@ async def _follow(edge: Edge, readiness: Health) -> None:
 
 
 async def _warm_up(edge: Edge) -> None:
-    """In the phase for it, pass a token round the ring, until one comes through or the phase changes otherwise."""
+    """While the ring needs it, generate a token, until one comes through or the phase changes."""
     while edge.readiness.phase is Phase.WARMING and edge.readiness.facts is not None:
         try:
             await _pass_token(edge, edge.readiness.facts)
         except CallError as error:
-            log.warning("no token came round the ring: %s", error)
+            log.warning("warm-up generated no token: %s", error)
             await asyncio.sleep(_WARM_UP_PAUSE)
         else:
             edge.readiness.warmed()

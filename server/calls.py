@@ -3,7 +3,7 @@
 import asyncio
 
 from proto.messages import DetokenizeReply, FlushReply, Reject, TokenizeReply
-from server.status import CallError, error_of
+from server.errors import CallError, error_of
 
 Reply = TokenizeReply | DetokenizeReply | FlushReply
 

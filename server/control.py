@@ -15,9 +15,9 @@ from proto.parameters import MAX_LOGPROBS
 from quintet_client.v1 import control_pb2 as pb
 from server import limits, rpc
 from server.edge import Edge
+from server.errors import InvalidFieldError, UnavailableError
 from server.limits import ModelFacts
 from server.rpc import Context
-from server.status import InvalidFieldError, UnavailableError
 from server.validate import check_model
 
 SERVICE = "quintet.v1.Control"
@@ -49,7 +49,7 @@ _STATES = {
 
 
 class ControlService:
-    """Answers from what the supervisor last told, and passes orders on."""
+    """Answers from the supervisor's last snapshot, and passes orders on."""
 
     def __init__(self, edge: Edge, address: str) -> None:
         self._edge = edge
@@ -57,7 +57,7 @@ class ControlService:
         self._started = time.monotonic()
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """For registration with a grpc.aio server."""
+        """Return the handlers, for registration with a grpc.aio server."""
         watch_metrics = rpc.not_built(pb.WatchMetricsRequest)
         return grpc.method_handlers_generic_handler(
             SERVICE,
@@ -115,7 +115,7 @@ class ControlService:
         )
 
     def _limits(self, facts: ModelFacts | None) -> pb.Limits:
-        """Those that the model decides are 0 until it is known."""
+        """Return the limits; those that depend on the model are 0 until it is known."""
         options = self._edge.options
         return pb.Limits(
             max_message_bytes=options.max_message_bytes,

@@ -32,10 +32,10 @@ from proto.messages import (
     World,
 )
 from server.calls import Calls, Reply
+from server.errors import UnavailableError, shorten
 from server.generation import Generation, OutputPiece
 from server.readiness import Phase, Readiness
 from server.record import Record
-from server.status import UnavailableError, shorten
 from server.validate import Ask
 from server.wake_queue import Waiter, WakeQueue
 
@@ -234,10 +234,10 @@ class Edge:
                 self.end(ExitCode.OK)
 
     def _on_world(self, world: World) -> None:
-        self.stage.take_world(world)
+        self.stage.adopt_world(world)
         broken = self.readiness.on_world(world)
         if broken:
-            log.error("every request in flight ends: %s", broken)
+            log.error("ending every request in flight: %s", broken)
             self.fail_all(f"the request was lost: {broken}")
         self.note_phase()
         self._tell_drained()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import msgspec
 
 from proto.messages import ID_BYTES, Delta, Finish, TokenLogprobs
-from server.status import CallError, SlowReaderError
+from server.errors import CallError, SlowReaderError
 
 # What a delta takes beside its text and ids, and a logprob: objects of Python's.
 _DELTA_BYTES = 320

@@ -17,9 +17,9 @@ from quintet_client.v1 import inference_pb2 as pb
 from server import rpc
 from server.answers import chunk_of, response_of
 from server.edge import Edge
+from server.errors import InvalidFieldError
 from server.generation import Generation, OutputPiece
 from server.rpc import Context
-from server.status import InvalidFieldError
 from server.validate import check_chat, check_generate, check_ids, check_model, check_text
 
 SERVICE = "quintet.v1.Inference"

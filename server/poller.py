@@ -1,4 +1,4 @@
-"""A clog in grpc.aio's pipe from its poller thread to asyncio's loop, and how to free it.
+"""Works around a congested pipe between grpc.aio's poller thread and asyncio's loop.
 
 The poller writes one byte to a socket pair for each event; the loop, woken, handles every event that is there and
 reads one byte. Under load bytes pile up until the pair is full (about 280 of them) and the poller blocks: from
@@ -16,15 +16,15 @@ _ALL = 1 << 16
 
 
 class _DrainedSocket(socket.socket):
-    """Reads all that is there, whatever was asked for."""
+    """Reads all that there is, whatever size is asked for."""
 
     def recv(self, _size: int, flags: int = 0) -> bytes:
         return super().recv(_ALL, flags)
 
 
 @contextmanager
-def unclogged_poller() -> Iterator[None]:
-    """While open, socket pairs are made of sockets that drain. Start grpc.aio inside, and nothing else."""
+def draining_socket_pairs() -> Iterator[None]:
+    """Make every new socket pair of sockets that drain. Start grpc.aio inside, and nothing else."""
     original = socket.socketpair
 
     def socketpair(*args: Any, **kwargs: Any) -> tuple[socket.socket, socket.socket]:

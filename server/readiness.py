@@ -1,19 +1,19 @@
-"""Whether calls are taken, from what the supervisor tells. No I/O."""
+"""Decides whether calls are accepted, from the supervisor's snapshots. No I/O."""
 
 from enum import Enum
 
 from engine.runtime.stage import is_ready
 from proto.ids import Address, StageKind
 from proto.messages import StageInfo, StageState, World
+from server.errors import UnavailableError
 from server.limits import ModelFacts, facts_of
-from server.status import UnavailableError
 
 
 class Phase(Enum):
-    """Where the instance stands. Calls are taken while SERVING only."""
+    """The state of the instance. Calls are accepted while SERVING only."""
 
     STARTING = "starting: not all processes are ready"
-    WARMING = "starting: the first token has not come yet"
+    WARMING = "starting: no token has been generated yet"
     SERVING = "serving"
     DRAINING = "draining: running requests finish, new ones are refused"
     FAILED = "failing"
@@ -24,7 +24,7 @@ _RING = (StageKind.TOKENIZER, StageKind.SCHEDULER, StageKind.WORKER, StageKind.D
 
 
 class Readiness:
-    """Follows World snapshots; `warmed` is called when a token has gone round the ring."""
+    """Follows World snapshots; `warmed` is called when the ring has generated a token."""
 
     def __init__(self) -> None:
         self._incarnations: dict[Address, int] = {}
@@ -46,11 +46,11 @@ class Readiness:
 
     @property
     def draining(self) -> bool:
-        """Whether the instance is to end, be it in good order or not."""
+        """Whether the instance is about to end, in an orderly way or not."""
         return self._draining
 
     def on_world(self, world: World) -> str:
-        """Adopt a snapshot. Returns what broke since the last one, so that its requests are lost; "" = nothing."""
+        """Adopt a snapshot. Returns what broke since the last one, which loses all requests; "" = nothing."""
         ring = [info for info in world.stages if info.address.kind in _RING]
         broken = self._find_broken(ring)
         news = broken or ("" if self.failure else world.failure)
@@ -64,7 +64,7 @@ class Readiness:
         return news
 
     def _find_broken(self, ring: list[StageInfo]) -> str:
-        """What died, or died and was replaced between two snapshots."""
+        """Return what died, or died and was replaced, between two snapshots."""
         broken = ""
         for info in ring:
             known = self._incarnations.get(info.address)
@@ -78,11 +78,11 @@ class Readiness:
         return broken
 
     def warmed(self) -> None:
-        """A real token has gone round the ring as it is now."""
+        """The ring as it is now has generated a token."""
         self._warm = True
 
     def require_serving(self) -> ModelFacts:
-        """The model's facts. Raises UnavailableError when new calls are not taken."""
+        """Return the model's facts. Raises UnavailableError when new calls are not accepted."""
         if self.phase is not Phase.SERVING or self.facts is None:
             detail = f": {self.failure}" if self.failure else ""
             raise UnavailableError(f"{self.phase.value}{detail}")

@@ -26,9 +26,9 @@ from proto.messages import (
     Submit,
     column,
 )
+from server.errors import CallError, DuplicateIdError, OverloadedError, UnavailableError, error_of
 from server.generation import Ending, Generation
 from server.limits import MAX_STALL_SECONDS, Admission
-from server.status import CallError, DuplicateIdError, OverloadedError, UnavailableError, error_of
 from server.validate import Ask
 
 # What a request counts for beside its own bytes.

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from server.status import BugError, CallError, InvalidFieldError, NotBuiltError, abort
+from server.errors import BugError, CallError, InvalidFieldError, NotBuiltError, abort
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from proto.messages import I32, ChatMessage, RequestParams, Sampling, WorkClass
 from proto.parameters import MAX_INT32, MAX_LOGPROBS, Parameter, Spec, parameters_of
 from quintet_client.v1 import inference_pb2 as pb
 from server import limits
+from server.errors import InvalidFieldError, NotBuiltError, UnknownModelError
 from server.limits import ModelFacts
-from server.status import InvalidFieldError, NotBuiltError, UnknownModelError
 
 _MAX_LOGIT_BIAS = 100
 # It travels in metadata, which holds visible ASCII.

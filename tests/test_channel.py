@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from proto import channel
-from proto.channel import ChannelError, Context, Inbox, Outbox, hand_over, inbox_path
+from proto.channel import ChannelError, Context, Inbox, Outbox, flush_all, inbox_path
 from proto.ids import Address, StageKind
 from proto.messages import Census, Flush, Message, Reset, Stop, World
 
@@ -128,7 +128,7 @@ def test_drain_keeps_its_limit_and_forgets_nothing(ring: Ring) -> None:
 
 def test_a_live_inbox_cannot_be_bound_twice(ring: Ring) -> None:
     inbox = ring.inbox(WORKER)
-    with pytest.raises(ChannelError, match="worker-0-0 is held by a live process"):
+    with pytest.raises(ChannelError, match="worker-0-0 is in use by a running process"):
         ring.inbox(WORKER)
     inbox.close()
     ring.inbox(WORKER).close()
@@ -136,7 +136,7 @@ def test_a_live_inbox_cannot_be_bound_twice(ring: Ring) -> None:
 
 def test_a_live_inbox_of_another_process_cannot_be_bound(ring: Ring) -> None:
     reader = ring.reader(1)
-    with pytest.raises(ChannelError, match="held by a live process"):
+    with pytest.raises(ChannelError, match="in use by a running process"):
         ring.inbox(WORKER)
     reader.kill()
     reader.wait()
@@ -146,7 +146,7 @@ def test_a_live_inbox_of_another_process_cannot_be_bound(ring: Ring) -> None:
 def test_a_long_path_is_refused_with_its_length(ring: Ring) -> None:
     run_dir = "/tmp/" + "x" * 93
     assert len(inbox_path(run_dir[:-3], WORKER)) <= channel.MAX_IPC_PATH
-    with pytest.raises(ChannelError, match=r"is 109 bytes; ipc holds 107"):
+    with pytest.raises(ChannelError, match=r"has 109 bytes; ipc sockets take at most 107"):
         inbox_path(run_dir, WORKER)
 
 
@@ -164,7 +164,7 @@ def test_what_the_dead_still_send_is_dropped_and_counted(ring: Ring) -> None:
 
 def test_a_new_incarnation_is_learnt_before_it_speaks(ring: Ring) -> None:
     inbox = ring.inbox(WORKER)
-    inbox.learn(SCHEDULER, 9)
+    inbox.drop_older(SCHEDULER, 9)
     ring.outbox(SCHEDULER, WORKER, incarnation=8).send(Reset(1))
     eventually(lambda: (inbox.drain(), inbox.dropped_stale)[1] == 1)
 
@@ -188,7 +188,7 @@ def test_what_cannot_be_decoded_is_an_error(ring: Ring, body: bytes) -> None:
     inbox = ring.inbox(WORKER)
     ring.outbox(SCHEDULER, WORKER).send_encoded(body)
     inbox.wait(1.0)
-    with pytest.raises(ChannelError, match="worker-0-0 got a message that it cannot decode"):
+    with pytest.raises(ChannelError, match="worker-0-0 received a message that it cannot decode"):
         inbox.drain()
 
 
@@ -291,7 +291,7 @@ def test_an_exit_hands_over_what_waits(ring: Ring, monkeypatch: pytest.MonkeyPat
     for epoch in range(10):
         outbox.send(Reset(epoch))
     began = time.monotonic()
-    assert hand_over([outbox], 0.2) == outbox.backlog > 0, "nobody reads"
+    assert flush_all([outbox], 0.2) == outbox.backlog > 0, "nobody reads"
     assert 0.2 <= time.monotonic() - began < 0.5
 
 

@@ -125,7 +125,7 @@ def test_a_message_that_it_cannot_read_ends_the_stage(desk: Desk) -> None:
     desk.outbox.send_encoded(b"\xc1")
     code, stderr = end_of(process)
     assert code == 3
-    assert "scheduler-0 got a message that it cannot decode" in stderr
+    assert "scheduler-0 received a message that it cannot decode" in stderr
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ def test_a_second_stage_of_the_name_is_refused(desk: Desk) -> None:
     desk.hear(Ready)
     code, stderr = end_of(desk.start())
     assert code == 1
-    assert "is held by a live process" in stderr
+    assert "is in use by a running process" in stderr
     assert "Traceback" not in stderr
 
 
@@ -192,13 +192,13 @@ def test_a_stage_whose_supervisor_is_gone_does_not_begin(desk: Desk) -> None:
 def test_a_document_of_another_run_says_what_to_change(desk: Desk) -> None:
     code, stderr = end_of(desk.start(death_fd=99))
     assert code == 1
-    assert "death pipe 99 is not open (by hand, set death_fd to -1)" in stderr
+    assert "death pipe 99 is not open (set death_fd to -1 to start a stage by hand)" in stderr
 
 
 def test_busy_share_is_the_part_without_waiting() -> None:
     share = BusyShare(now=10.0)
     share.idle = 1.5
-    assert share.take(now=12.0) == pytest.approx(0.25)
-    assert share.take(now=14.0) == 1.0
+    assert share.measure(now=12.0) == pytest.approx(0.25)
+    assert share.measure(now=14.0) == 1.0
     share.idle = 9.0
-    assert share.take(now=16.0) == 0.0
+    assert share.measure(now=16.0) == 0.0

@@ -266,7 +266,7 @@ def test_a_drain_has_a_timeout(start: Start) -> None:
     instance = start("--drain-timeout", "0.5", server="never-drains").serving()
     instance.signal(signal.SIGTERM)
     assert instance.wait() == 0
-    assert "streams were left after --drain-timeout 0.5 s" in instance.output
+    assert "streams were still open after --drain-timeout 0.5 s" in instance.output
 
 
 @pytest.mark.parametrize("way", ["direct", "stopped", "wrapped", "gil", "starting"])

@@ -356,5 +356,5 @@ def test_a_rank_that_was_replaced_is_the_loss_of_its_own_replica(fleet: Fleet, l
         if replica == 0:
             fleet.handlers[address].on_message(world)
         else:
-            with pytest.raises(WorkerLostError, match="a rank of worker 1 was replaced or is gone"):
+            with pytest.raises(WorkerLostError, match="a rank of worker 1 was replaced or has ended"):
                 fleet.handlers[address].on_message(world)

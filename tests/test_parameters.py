@@ -17,7 +17,7 @@ from proto.messages import RequestParams, Sampling, column
 from proto.parameters import MAX_INT32, MAX_UINT64, Parameter, parameters_of
 from quintet_client.requests import generate_request
 from quintet_client.v1 import inference_pb2 as pb
-from server.status import InvalidFieldError
+from server.errors import InvalidFieldError
 from server.validate import _NOT_BUILT
 from tests.builders import make_row
 from tests.test_server_validate import ask

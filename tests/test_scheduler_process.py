@@ -167,4 +167,4 @@ def test_the_end_of_its_worker_ends_the_stage(ring: Surroundings) -> None:
     ring.outboxes[StageKind.SUPERVISOR].send(ring.world(worker_incarnation=2))
     _, errors = ring.process.communicate(timeout=20)
     assert ring.process.returncode == 4
-    assert "worker 0 was replaced or is gone" in errors
+    assert "worker 0 was replaced or has ended" in errors

@@ -4,11 +4,11 @@ import socket
 import subprocess
 import sys
 
-from server.poller import unclogged_poller
+from server.poller import draining_socket_pairs
 
 
 def test_one_read_takes_all_wake_ups() -> None:
-    with unclogged_poller():
+    with draining_socket_pairs():
         reader, writer = socket.socketpair()
     with reader, writer:
         reader.setblocking(False)
@@ -20,10 +20,10 @@ def test_one_read_takes_all_wake_ups() -> None:
 
 _PROBE = """
 import asyncio, gc, grpc, socket
-from server.poller import _DrainedSocket, unclogged_poller
+from server.poller import _DrainedSocket, draining_socket_pairs
 
 async def main():
-    with unclogged_poller():
+    with draining_socket_pairs():
         grpc.aio.init_grpc_aio()
     grpc.aio.server()
     print(sum(isinstance(thing, _DrainedSocket) for thing in gc.get_objects()))

@@ -24,10 +24,7 @@ from proto.messages import (
     column,
 )
 from quintet_client.v1 import inference_pb2 as pb
-from server.generation import Generation
-from server.limits import MAX_STALL_SECONDS, ModelFacts
-from server.record import Record
-from server.status import (
+from server.errors import (
     CallError,
     DuplicateIdError,
     InvalidFieldError,
@@ -35,6 +32,9 @@ from server.status import (
     SlowReaderError,
     UnavailableError,
 )
+from server.generation import Generation
+from server.limits import MAX_STALL_SECONDS, ModelFacts
+from server.record import Record
 from server.validate import Ask, check_generate
 from tests.builders import i32
 from tests.server_ring import TOKENIZER, WORKER, make_delta, make_options

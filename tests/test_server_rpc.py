@@ -10,7 +10,7 @@ import pytest
 
 from quintet_client.v1 import inference_pb2 as pb
 from server import rpc
-from server.status import InvalidFieldError
+from server.errors import InvalidFieldError
 
 
 class KeepingContext:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from proto.messages import WorkClass, column
 from quintet_client.v1 import inference_pb2 as pb
+from server.errors import CallError, InvalidFieldError, NotBuiltError, UnknownModelError, status_of
 from server.limits import ModelFacts
-from server.status import CallError, InvalidFieldError, NotBuiltError, UnknownModelError, status_of
 from server.validate import Ask, check_generate
 from tests.server_ring import MAX_MODEL_LEN, TOKENIZER, VOCAB, WORKER
 

@@ -1,4 +1,4 @@
-"""The tokenizer's surroundings: inbox, outboxes, counters, and a thread for long texts."""
+"""The tokenizer's process: messages in and out, counters, and a thread for long texts."""
 
 import ctypes
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from proto.messages import Heartbeat, Message, Outgoing, Submit, TokenizeCall, W
 from tokenizer_proc.encoding import Ids
 from tokenizer_proc.requests import EncodingJob, RequestTokenizer
 
-# Texts beyond take tens of milliseconds. They go to a thread (the library works without the GIL), one after the
-# other, so that nobody waits for a stranger's book.
+# Longer texts take tens of milliseconds. They go to a thread (the library releases the GIL), one at a time, so that
+# short ones need not wait for them.
 _LONG_CHARACTERS = 32 << 10
 _POLL_SECONDS = 0.002
 _LIBC = ctypes.CDLL(None)
@@ -29,7 +29,7 @@ class TokenizerLoop:
         self._long: list[tuple[EncodingJob, Future[list[Ids]]]] = []
         self._requests = 0
         self._prompt_tokens = 0
-        # Reading the file took several times what is left of it.
+        # Reading the file took several times the memory that is still in use.
         _LIBC.malloc_trim(0)
         stage.ready(self._tokenizer.facts)
 
@@ -38,9 +38,9 @@ class TokenizerLoop:
             self._waiting.append(message)
 
     def step(self, now: int) -> float | None:
-        """Encode all that came in one batch; look after the long ones."""
+        """Encode all waiting short texts in one batch, and collect long ones that are done."""
         if self._waiting:
-            self._take_all(now)
+            self._encode_waiting(now)
         if self._long:
             self._collect()
         return _POLL_SECONDS if self._long else None
@@ -53,7 +53,7 @@ class TokenizerLoop:
         }
         return Heartbeat(counters)
 
-    def _take_all(self, now: int) -> None:
+    def _encode_waiting(self, now: int) -> None:
         requests, self._waiting = self._waiting, []
         self._requests += len(requests)
         short: list[EncodingJob] = []
@@ -75,7 +75,7 @@ class TokenizerLoop:
         self._long = [(job, future) for job, future in self._long if not future.done()]
         for job, future in done:
             self._answer(job, future.result()[0])
-        # An encoding in the library takes about a hundred bytes a character, which libc would keep.
+        # An encoding takes the library about a hundred bytes per character, which libc would keep.
         _LIBC.malloc_trim(0)
 
     def _answer(self, job: EncodingJob, ids: Ids) -> None:

@@ -197,7 +197,7 @@ class Pair:
                 raise PairError(f"the scheduler rejected a request: {message.message}")
         for address, process in self._processes.items():
             if process.reap():
-                process.rest()
+                process.read_rest()
                 raise PairError(f"{address} ended with status {process.status}:\n{self._last_lines()}")
             process.read_lines()
 

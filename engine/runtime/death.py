@@ -29,14 +29,16 @@ def tie_to_parent(death_fd: int) -> None:
     try:
         own = os.open(f"/proc/self/fd/{death_fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise SystemExit(f"death pipe {death_fd} is not open (by hand, set death_fd to -1): {error}") from error
+        raise SystemExit(
+            f"death pipe {death_fd} is not open (set death_fd to -1 to start a stage by hand): {error}"
+        ) from error
     if not stat.S_ISFIFO(os.fstat(own).st_mode):
-        raise SystemExit(f"descriptor {death_fd} is not the death pipe (by hand, set death_fd to -1)")
+        raise SystemExit(f"descriptor {death_fd} is not the death pipe (set death_fd to -1 to start a stage by hand)")
     os.close(death_fd)
     fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(own, _F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
-    # A second line, for the window before. It would also fire when a wrapper ends, which is right.
+    # A second line of defence, for the time until now. It also fires when a wrapper ends, as it should.
     ask_for_death_signal()
     hung_up, _, _ = select.select([own], [], [], 0)
     if hung_up:

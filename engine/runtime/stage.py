@@ -1,4 +1,4 @@
-"""What every stage's main is made of: config, death pipe, title, logging, signals, inbox loop, heartbeat.
+"""What the main of every stage is made of: config, death pipe, title, logging, signals, inbox loop, heartbeat.
 
 A stage's `__main__` reads
 
@@ -22,7 +22,7 @@ from typing import NoReturn, Protocol
 import msgspec
 
 from engine.runtime.death import tie_to_parent
-from proto.channel import ChannelError, Context, Inbox, Outbox, hand_over
+from proto.channel import ChannelError, Context, Inbox, Outbox, flush_all
 from proto.config import Options, StageConfig, load_config, options_of
 from proto.ids import SUPERVISOR, Address, StageKind
 from proto.messages import (
@@ -61,31 +61,31 @@ class ExitCode(IntEnum):
 
 
 class Handler(Protocol):
-    """A stage's own part of the loop. All calls come from one thread."""
+    """What a stage adds to the loop. All calls come from one thread."""
 
     def on_message(self, message: Message) -> None:
         """Take one message; never blocks."""
 
     def step(self, now: int) -> float | None:
-        """Work after the inbox was drained. `now` is monotonic ns.
+        """Do what there is to do after the inbox was drained. `now` is monotonic ns.
 
         Returns the seconds after which it wants to be called again without a message (0 = at once), or
         None when only a message can give it work.
         """
 
     def heartbeat(self) -> Heartbeat:
-        """Counters and progress, once a second; cheap."""
+        """Report counters and progress. Called once a second."""
 
 
 class BusyShare:
-    """How much of its time a loop works: the part in which it does not wait for messages."""
+    """Measures the share of its time in which a loop does not wait for messages."""
 
     def __init__(self, now: float) -> None:
         self.idle = 0.0  # seconds of waiting, added by the loop
         self._since = now
 
-    def take(self, now: float) -> float:
-        """Share since the last call, 0..1."""
+    def measure(self, now: float) -> float:
+        """Return the share since the last call, 0..1."""
         elapsed = max(now - self._since, 1e-9)
         share = min(max(1.0 - self.idle / elapsed, 0.0), 1.0)
         self._since, self.idle = now, 0.0
@@ -93,7 +93,7 @@ class BusyShare:
 
 
 class Stage:
-    """The process's surroundings: who it is, its inbox, its outboxes, and who else lives."""
+    """A process's place in the instance: its address, inbox and outboxes, and the state of the other stages."""
 
     def __init__(self, config: StageConfig) -> None:
         self.config = config
@@ -108,7 +108,7 @@ class Stage:
 
     @classmethod
     def boot(cls, kind: StageKind) -> "Stage":
-        """First act of a stage's process. Takes the config's path from argv[1]."""
+        """Set up a stage's process, first thing in its main. The config's path is argv[1]."""
         if len(sys.argv) != 2:
             raise SystemExit(f"usage: python -P -m {sys.argv[0]} CONFIG.json")
         try:
@@ -139,29 +139,29 @@ class Stage:
         return options_of(self.config)
 
     def outbox(self, to: Address) -> Outbox:
-        """The one outbox to that stage, connected at first use."""
+        """Return the one outbox to that stage, connected at first use."""
         if to not in self._outboxes:
             self._outboxes[to] = Outbox(self._context, self.config.run_dir, self.address, self.config.incarnation, to)
             self._aim(to)
         return self._outboxes[to]
 
     def find(self, address: Address) -> StageInfo | None:
-        """The newest that the supervisor told of a stage."""
+        """Return what the supervisor last said of a stage."""
         return next((info for info in self.world.stages if info.address == address), None)
 
     def ready(self, facts: Facts = None) -> None:
-        """Tell the supervisor that this stage can work."""
+        """Report to the supervisor that this stage is ready."""
         self.outbox(SUPERVISOR).send(Ready(pid=os.getpid(), schema=SCHEMA_HASH, facts=facts))
 
     def progress(self, text: str, done: int = 0, total: int = 0) -> None:
-        """Tell the supervisor that a long start goes on."""
+        """Report to the supervisor how far a long start has come."""
         self.outbox(SUPERVISOR).send(Progress(text=text, done=done, total=total))
 
-    def take_world(self, world: World) -> None:
-        """Adopt a snapshot: aim outboxes at who lives, refuse what the dead still send."""
+    def adopt_world(self, world: World) -> None:
+        """Address outboxes to the incarnations of a snapshot, and drop what older ones still send."""
         self.world = world
         for info in world.stages:
-            self.inbox.learn(info.address, info.incarnation)
+            self.inbox.drop_older(info.address, info.incarnation)
         for to in self._outboxes:
             self._aim(to)
 
@@ -174,7 +174,7 @@ class Stage:
         self.stopping = True
 
     def flush(self) -> bool:
-        """Push on what peers did not take yet; True when nothing waits."""
+        """Send what is queued; return whether nothing is left."""
         empty = True
         for outbox in self._outboxes.values():
             if outbox.backlog and not outbox.flush():
@@ -209,7 +209,7 @@ class Stage:
 
         def heartbeat() -> Heartbeat:
             beat = handler.heartbeat()
-            beat.counters["loop_busy_share"] = share.take(time.monotonic())
+            beat.counters["loop_busy_share"] = share.measure(time.monotonic())
             return beat
 
         while not self.stopping:
@@ -230,12 +230,12 @@ class Stage:
             self.stop()
             return
         if isinstance(message, World):
-            self.take_world(message)
+            self.adopt_world(message)
         handler.on_message(message)
 
     def exit(self, code: int) -> NoReturn:
         """Deliver what waits, then end at once: the interpreter's own way out loses messages."""
-        left = hand_over(self._outboxes.values(), _LAST_WORDS_SECONDS)
+        left = flush_all(self._outboxes.values(), _LAST_WORDS_SECONDS)
         if left:
             log.warning("%d messages were not delivered: their receivers do not read", left)
         for outbox in self._outboxes.values():

@@ -90,7 +90,7 @@ def main() -> None:
             stage.inbox.wait(0.1)
             for message in stage.inbox.drain():
                 if isinstance(message, World):
-                    stage.take_world(message)
+                    stage.adopt_world(message)
         threading.Event().wait()
     stage.run(FakeLoop(stage))
 

@@ -1,4 +1,4 @@
-"""Several ranks in step: rank 0 passes on what the scheduler tells it, the others do the same and say nothing."""
+"""Ranks in lockstep: rank 0 passes plans on to the others, which run the same steps and send no results."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ from worker.ranks.group import PeerLostError
 
 log = logging.getLogger(__name__)
 
-# The supervisor takes the first process that ends for the cause of the instance's end, and kills the others.
+# The supervisor blames the process that ends first, and kills the others.
 _BLAME_SECONDS = 1.0
 
 
@@ -29,7 +29,7 @@ class Followers:
         self._outboxes = [stage.outbox(Address(StageKind.WORKER, replica, rank)) for rank in range(1, size)]
 
     def tell(self, message: StepPlan | Reset) -> None:
-        """Pass a message on, before acting on it: the other ranks' part is waited for in the middle of a step.
+        """Pass a message on. Call before acting on it: a step waits for the other ranks' part of it.
 
         ZeroMQ takes a thousand messages before one would wait for our own loop, and the scheduler has a few in flight.
         """
@@ -40,7 +40,7 @@ class Followers:
 
 
 class FollowerLoop:
-    """A rank other than 0 between its inbox and its device. Implements `engine.runtime.stage.Handler`."""
+    """The loop of a rank other than 0 (`engine.runtime.stage.Handler`)."""
 
     def __init__(self, stage: Stage, device: Device) -> None:
         self._stage = stage
@@ -48,7 +48,7 @@ class FollowerLoop:
         # In rank 0's order, Reset included: it was sent after rank 0 had launched the plans before it.
         self._orders: deque[StepPlan | Reset] = deque()
         self._launched: queue.SimpleQueue[Deferred] = queue.SimpleQueue()
-        threading.Thread(target=self._see_out, name="output", daemon=True).start()
+        threading.Thread(target=self._await_steps, name="output", daemon=True).start()
 
     def on_message(self, message: Message) -> None:
         if isinstance(message, StepPlan | Reset):
@@ -70,8 +70,8 @@ class FollowerLoop:
     def heartbeat(self) -> Heartbeat:
         return Heartbeat(self._device.clock.counters())
 
-    def _see_out(self) -> None:
-        """Wait for each step as rank 0's output thread does: its host memory is free again, and the clock goes on."""
+    def _await_steps(self) -> None:
+        """Wait for each step, as rank 0's output thread does: then its host memory is free, and the clock counts it."""
         try:
             while True:
                 self._launched.get().wait()
@@ -81,9 +81,9 @@ class FollowerLoop:
 
 
 def end_without_peers(stage: Stage, error: PeerLostError) -> NoReturn:
-    """A rank alone can do nothing. Leave the blame to the one that ended first.
+    """End this rank, since it cannot go on alone, but not before the one that ended first has been blamed.
 
-    At a stop that was asked for, another rank may have heard of it before us, in the middle of a step.
+    When the instance stops, another rank may have been told before us, in the middle of a step.
     """
     end = time.monotonic() + _BLAME_SECONDS
     while not stage.stopping and (left := end - time.monotonic()) > 0:

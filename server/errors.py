@@ -1,4 +1,4 @@
-"""What ends a call badly: each class knows its gRPC code and a stable reason, one function makes the status.
+"""Errors that end a call: each class has a gRPC code and a stable reason, and one function makes the status.
 
 Details follow google.rpc.Status in `grpc-status-details-bin` (https://google.aip.dev/193).
 """
@@ -18,13 +18,13 @@ _MAX_TEXT = 1000
 
 
 class CallError(Exception):
-    """A call ends with this instead of an answer."""
+    """Base of the errors that end a call."""
 
     code: ClassVar[grpc.StatusCode]
     reason: ClassVar[str]
 
     def details(self) -> list[Any]:
-        """Messages of google.rpc beside ErrorInfo."""
+        """Return messages of google.rpc to send beside ErrorInfo."""
         return []
 
 
@@ -62,7 +62,7 @@ class DuplicateIdError(CallError):
 
 
 class OverloadedError(CallError):
-    """There is too much in flight; the same call may succeed after `retry_after_ms`."""
+    """Too much is in flight; the same call may succeed after `retry_after_ms`."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "OVERLOADED"
@@ -90,21 +90,21 @@ class DeadlineError(CallError):
 
 
 class UnavailableError(CallError):
-    """The instance cannot serve now: it starts, drains, fails, or lost this request."""
+    """The instance cannot serve now: it is starting, draining or failing, or it lost this request."""
 
     code = grpc.StatusCode.UNAVAILABLE
     reason = "UNAVAILABLE"
 
 
 class BugError(CallError):
-    """Something that must not happen did; the text says where to look."""
+    """An internal error; the text says where to look."""
 
     code = grpc.StatusCode.INTERNAL
     reason = "BUG"
 
 
 def error_of(reject: Reject) -> CallError:
-    """The error that an inner stage's refusal means to the caller."""
+    """Return the error that tells the caller of an inner stage's refusal."""
     match reject.code:
         case RejectCode.INVALID:
             return InvalidFieldError(reject.field, reject.message)
@@ -119,7 +119,7 @@ def error_of(reject: Reject) -> CallError:
 
 
 def status_of(error: CallError) -> status_pb2.Status:
-    """google.rpc.Status with ErrorInfo and the error's own details."""
+    """Return a google.rpc.Status with ErrorInfo and the error's own details."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
     packed = []
     for detail in (info, *error.details()):
@@ -130,7 +130,7 @@ def status_of(error: CallError) -> status_pb2.Status:
 
 
 def shorten(text: str) -> str:
-    """At most a kilobyte or so: values of a caller's own may be of any length."""
+    """Cut a text to about a kilobyte: it may quote a caller's value of any length."""
     return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "…"
 
 
