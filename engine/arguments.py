@@ -96,7 +96,7 @@ def only(value: T, feature: str) -> Callable[[str], T]:
     return parse
 
 
-def name(text: str) -> str:
+def nonempty(text: str) -> str:
     """Parse a text that is not empty."""
     if not text:
         raise ArgumentTypeError("must not be empty")

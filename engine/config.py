@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.arguments import choice, name, number, only, size, size_text, whole
+from engine.arguments import choice, nonempty, number, only, size, size_text, whole
 from engine.flags import flag
 from engine.port import DEFAULT_HOST, DEFAULT_PORT
 from proto.devices import OFFERS, is_simulated, refuse
@@ -66,24 +66,23 @@ class ServeConfig:
     model: str = flag(
         _MODEL,
         "demo, a Hugging Face directory, a .gguf file, or org/name on the Hub",
-        name,
+        nonempty,
         "MODEL",
         supervisor=True,
-        positional=True,
     )
     served_model_names: tuple[str, ...] = flag(
         _MODEL,
         "names that requests may use for the model (default: --model)",
-        name,
+        nonempty,
         "NAME",
         default=(),
         name="served-model-name",
-        nargs="+",
+        extra={"nargs": "+"},
     )
     device: str = flag(
         _MODEL,
         "cpu, reference (slow, exact), cuda, sim:h200, sim:h100 or sim:custom,…",
-        name,
+        nonempty,
         "DEVICE",
         default="cpu",
     )
@@ -95,15 +94,15 @@ class ServeConfig:
         default="auto",
     )
     load_format: str = flag(
-        _MODEL, "auto loads the checkpoint, dummy draws random weights", str, choices=("auto", "dummy"), default="auto"
+        _MODEL,
+        "auto loads the checkpoint, dummy draws random weights",
+        str,
+        extra={"choices": ("auto", "dummy")},
+        default="auto",
     )
     seed: int = flag(_MODEL, "seed of the weights of --load-format dummy", whole(0, (1 << 63) - 1), "N", default=0)
     threads: int | None = flag(
-        _MODEL,
-        "threads of each worker (default: its share of the cores)",
-        whole(1, 4096),
-        "N",
-        default=None,
+        _MODEL, "threads of each worker (default: its share of the cores)", whole(1, 4096), "N", default=None
     )
     tensor_parallel_size: int = flag(
         _MODEL, "workers that share the model, its memory and the cores", whole(1, 64), "N", default=1
@@ -117,12 +116,14 @@ class ServeConfig:
         supervisor=True,
     )
 
-    host: str = flag(_ADDRESS, "address to listen on; 0.0.0.0 = every interface", name, "HOST", default=DEFAULT_HOST)
+    host: str = flag(
+        _ADDRESS, "address to listen on; 0.0.0.0 = every interface", nonempty, "HOST", default=DEFAULT_HOST
+    )
     port: int = flag(_ADDRESS, "port to listen on; 0 = any free one", whole(0, 65535), "N", default=DEFAULT_PORT)
     ready_file: str | None = flag(
         _ADDRESS,
         "write address and process ids to this JSON file once requests are served",
-        name,
+        nonempty,
         "FILE",
         default=None,
         supervisor=True,
@@ -136,11 +137,7 @@ class ServeConfig:
         default=None,
     )
     max_num_seqs: int | None = flag(
-        _BATCHING,
-        "sequences that run at once (default: 64; cuda 256, sim 512)",
-        whole(1, 65536),
-        "N",
-        default=None,
+        _BATCHING, "sequences that run at once (default: 64; cuda 256, sim 512)", whole(1, 65536), "N", default=None
     )
     max_num_batched_tokens: int | None = flag(
         _BATCHING, "tokens in a step (default: 512; cuda and sim 4096)", whole(1), "N", default=None
@@ -174,10 +171,7 @@ class ServeConfig:
         _BATCHING, "reuse the KV cache of equal prefixes (default: on)", default=True, name="enable-prefix-caching"
     )
     chunked_prefill: bool = flag(
-        _BATCHING,
-        "prefill long prompts in several steps (default: on)",
-        default=True,
-        name="enable-chunked-prefill",
+        _BATCHING, "prefill long prompts in several steps (default: on)", default=True, name="enable-chunked-prefill"
     )
     pipeline_depth: int = flag(_BATCHING, "steps in flight between scheduler and worker", whole(1, 8), "N", default=2)
     enforce_eager: bool = flag(_BATCHING, "run without CUDA graphs (cuda)", default=False)
@@ -191,12 +185,7 @@ class ServeConfig:
     max_queue: int = flag(_LIMITS, "requests that wait for their first step", whole(1), "N", default=4096)
     max_in_flight_requests: int = flag(_LIMITS, "requests in flight at each gRPC server", whole(1), "N", default=4096)
     max_in_flight_bytes: int = flag(
-        _LIMITS,
-        "bytes of prompts in flight at each gRPC server",
-        size(),
-        "SIZE",
-        default=256 << 20,
-        show=size_text,
+        _LIMITS, "bytes of prompts in flight at each gRPC server", size(), "SIZE", default=256 << 20, show=size_text
     )
     max_stream_buffer_bytes: int = flag(
         _LIMITS,
@@ -217,48 +206,30 @@ class ServeConfig:
         "STAGE='CMD'",
         default=(),
         supervisor=True,
-        action="append",
+        extra={"action": "append"},
     )
     run_dir: str | None = flag(
         _PROCESSES,
         "where the instance makes its own directory (default: $XDG_RUNTIME_DIR)",
-        name,
+        nonempty,
         "DIR",
         default=None,
         supervisor=True,
     )
     startup_timeout: float = flag(
-        _PROCESSES,
-        "give up on a start after S seconds without progress",
-        number(),
-        "S",
-        default=300.0,
-        show="{:g}".format,
-        supervisor=True,
+        _PROCESSES, "give up on a start after S seconds without progress", number(), "S", default=300.0, supervisor=True
     )
     drain_timeout: float = flag(
-        _PROCESSES,
-        "when stopping, let streams go on for S seconds",
-        number(),
-        "S",
-        default=30.0,
-        show="{:g}".format,
-        supervisor=True,
+        _PROCESSES, "when stopping, let streams go on for S seconds", number(), "S", default=30.0, supervisor=True
     )
     stall_timeout: float = flag(
-        _PROCESSES,
-        "treat a process as hung after S seconds of silence",
-        number(),
-        "S",
-        default=10.0,
-        show="{:g}".format,
-        supervisor=True,
+        _PROCESSES, "treat a process as hung after S seconds of silence", number(), "S", default=10.0, supervisor=True
     )
     log_level: str = flag(
         _PROCESSES,
         "least severe messages to log",
         str,
-        choices=("debug", "info", "warning", "error"),
+        extra={"choices": ("debug", "info", "warning", "error")},
         default="info",
         supervisor=True,
     )

@@ -1,7 +1,6 @@
-"""Command-line flags declared as the fields of a frozen dataclass: one declaration each, argparse is built from it.
+"""Command-line flags as the fields of a frozen dataclass: each is declared once, and argparse is built from it.
 
-A field's name is the flag's (`max_queue` is `--max-queue`), and its default the flag's; `flag` adds what a field cannot
-say.
+The flag of a field has its name (`max_queue` is `--max-queue`) and its default; `flag` adds what a field cannot say.
 """
 
 import argparse
@@ -12,50 +11,26 @@ from typing import Any
 _KEY = "flag"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Flag:
     """What the command line says of one field."""
 
     group: str  # heading in --help
     help: str
-    parse: Callable[[str], object] | None  # None: a switch, the field is a bool
-    metavar: str | None
-    name: str  # "" = the field's
-    show: Callable[[Any], str]  # how --help writes the default
-    supervisor: bool  # read by the supervisor alone; other flags are fields of some stage's options
-    positional: bool  # its value may stand without the flag's name
-    extra: Mapping[str, Any]  # more arguments of `add_argument`
+    parse: Callable[[str], object] | None = None  # None: a switch, the field is a bool
+    metavar: str | None = None
+    name: str = ""  # "" = the field's
+    show: Callable[[Any], str] = lambda value: f"{value:g}" if isinstance(value, float) else str(value)
+    supervisor: bool = False  # read by the supervisor alone; other flags are fields of some stage's options
+    extra: Mapping[str, Any] = field(default_factory=dict)  # more arguments of `add_argument`
 
     def option(self, dest: str) -> str:
         return f"--{self.name or dest.replace('_', '-')}"
 
 
-def flag(
-    group: str,
-    help: str,
-    parse: Callable[[str], object] | None = None,
-    metavar: str | None = None,
-    *,
-    default: Any = MISSING,
-    name: str = "",
-    show: Callable[[Any], str] = str,
-    supervisor: bool = False,
-    positional: bool = False,
-    **extra: Any,
-) -> Any:
-    """Declare a field of a configuration as a flag. Without a default it is required."""
-    declared = Flag(
-        group=group,
-        help=help,
-        parse=parse,
-        metavar=metavar,
-        name=name,
-        show=show,
-        supervisor=supervisor,
-        positional=positional,
-        extra=extra,
-    )
-    return field(default=default, metadata={_KEY: declared})
+def flag(*declared: Any, default: Any = MISSING, **more: Any) -> Any:
+    """Declare a field as a `Flag`. Without a default it is required, and its name may be left out."""
+    return field(default=default, metadata={_KEY: Flag(*declared, **more)})
 
 
 def flags_of(config: type) -> dict[str, Flag]:
@@ -81,23 +56,20 @@ def values_of(args: argparse.Namespace, config: type) -> dict[str, Any]:
 
 
 def _add(group: argparse._ArgumentGroup, dest: str, declared: Flag, default: Any) -> None:
-    settings: dict[str, Any] = {"help": declared.help, **declared.extra}
     option = declared.option(dest)
-    if declared.parse is None:
-        settings |= {"action": _switch(option, default), "default": default, "dest": dest}
-    else:
+    settings: dict[str, Any] = {"help": declared.help, **declared.extra}
+    if declared.parse is not None:
         settings |= {"type": declared.parse, "metavar": declared.metavar}
-    if declared.positional:
-        either = group.add_mutually_exclusive_group(required=default is MISSING)
+    if default is MISSING:
+        either = group.add_mutually_exclusive_group(required=True)
         either.add_argument(dest, nargs="?", default=argparse.SUPPRESS, **settings)
         either.add_argument(option, **settings | {"help": f"another way to name {declared.metavar}"})
         return
-    if default is MISSING:
-        settings["required"] = True
-    elif declared.parse is not None:
-        settings |= {"default": list(default) if isinstance(default, tuple) else default, "dest": dest}
-        if declared.help != argparse.SUPPRESS and default not in (None, ()):
-            settings["help"] += f" (default: {declared.show(default)})"
+    settings |= {"dest": dest, "default": list(default) if isinstance(default, tuple) else default}
+    if declared.parse is None:
+        settings["action"] = _switch(option, default)
+    elif declared.help != argparse.SUPPRESS and default not in (None, ()):
+        settings["help"] += f" (default: {declared.show(default)})"
     group.add_argument(option, **settings)
 
 
