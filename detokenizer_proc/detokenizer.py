@@ -217,14 +217,14 @@ def _advance(rid: int, sequence: OutputSequence, row: _Row) -> Delta:
 
 
 def _logprobs(row: _Row, kept: int) -> TokenLogprobs | None:
-    """Those of the ids kept; None when the payload does not fit the row."""
+    """Those of the ids kept; None when the payload lacks some. It has too many where a stop id cut the row's run."""
     if not row.ids:
         return TokenLogprobs((), (), ())
     if row.logprobs is None:
         return None
     payload: TokenLogprobs = decode_as(row.logprobs, TokenLogprobs)
-    if not len(payload.chosen) == len(payload.top_ids) == len(payload.top_logprobs) == len(row.ids):
+    if not len(payload.chosen) == len(payload.top_ids) == len(payload.top_logprobs) >= len(row.ids):
         return None
-    if kept == len(row.ids):
+    if kept == len(payload.chosen):
         return payload
     return TokenLogprobs(payload.chosen[:kept], payload.top_ids[:kept], payload.top_logprobs[:kept])

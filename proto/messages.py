@@ -251,7 +251,7 @@ class Emit(Message, frozen=True, tag="emit"):
     matched: bytes = b""  # i32, the stop id that ended the row, else -1; empty = all -1
     matched_eos: bytes = b""  # u8, 1 where matched is an EOS id; empty = all 0
     openings: tuple[tuple[int, bytes, "Timing"], ...] = ()  # (row, Opening, times up to the first token)
-    logprobs: tuple[tuple[int, bytes], ...] = ()  # (row, worker's payload: encoded TokenLogprobs)
+    logprobs: tuple[tuple[int, bytes], ...] = ()  # (row, encoded TokenLogprobs of at least its tokens)
     closed_rids: bytes = b""  # u64: aborted, superseded or failed since the last Emit: forget them
     closed_attempts: bytes = b""  # u32
 
@@ -309,7 +309,6 @@ class AdmitRow(Message, frozen=True, tag="row"):
     slot: int
     ids: bytes  # i32: all known ids (prompt and, after preemption or replay, output)
     start: int  # ids before this are in the KV cache already (a prefix hit)
-    prompt_len: int  # of ids, how many are prompt
     pages: bytes  # i32: pages of the slot from position 0 on, shared ones first
     sampling: Sampling
     min_len: int  # stop_ids are masked while prompt + output is shorter
@@ -325,6 +324,11 @@ class StepPlan(Message, frozen=True, tag="plan"):
     the worker may know yet) and samples the next. Positions follow from what was planned before, so a
     steady decode step carries nothing but its number and the appended pages.
 
+    A decode row with a limit of L > 1 computes L positions, its newest token's and those of L - 1 guesses of the
+    worker's, and gains 0 to L tokens. It is planned again once the scheduler knows how many. Until told otherwise,
+    every rank takes it to have gained L: the next plan that decodes it says so where it gained fewer (`rewinds`). So
+    what a rank does follows from plans alone, and ranks need not see results.
+
     Pages are of two cache groups: 0 is of layers that attend to all positions, 1 of those behind a window. A model has
     one of them or both. Pages behind the window are never named again: from the plan on whose first id of the slot
     does not see them, they may be anybody's.
@@ -333,13 +337,15 @@ class StepPlan(Message, frozen=True, tag="plan"):
     epoch: int
     step: int
     previous: int  # step before this one in this epoch; anything else is a Desync
-    released: bytes  # i32 slots
-    admits: tuple[AdmitRow, ...]
-    append_slots: bytes  # i32
-    append_pages: bytes  # i32, parallel: appended to the slot's page table
-    append_groups: bytes  # u8, parallel: cache group; empty = all in group 0
-    decode_slots: bytes | None  # i32 slots to decode, in row order; None = the same as before
-    chunks: bytes  # i32 × 3: slot, count of ids to prefill (from where the slot stands), sample (0/1)
+    released: bytes = b""  # i32 slots
+    admits: tuple[AdmitRow, ...] = ()
+    append_slots: bytes = b""  # i32
+    append_pages: bytes = b""  # i32, parallel: appended to the slot's page table
+    append_groups: bytes = b""  # u8, parallel: cache group; empty = all in group 0
+    rewinds: bytes = b""  # i32 × 2: slot, position that it computes next; of slots that gained less than assumed
+    decode_slots: bytes | None = None  # i32 slots to decode, in row order; None = the same as before
+    limits: bytes = b""  # i32, parallel to the decode rows: tokens that each gains at most; empty = exactly one each
+    chunks: bytes = b""  # i32 × 3: slot, count of ids to prefill (from where the slot stands), sample (0/1)
 
 
 class Reset(Message, frozen=True, tag="reset"):
@@ -358,12 +364,12 @@ class StepResult(Message, frozen=True, tag="result"):
 
     epoch: int
     step: int
-    ids: bytes  # i32
-    counts: bytes  # i32 tokens per row; empty = one each
-    statuses: bytes  # u8 RowStatus; empty = all OK
-    logprobs: tuple[tuple[int, bytes], ...]  # (row, encoded TokenLogprobs)
-    device_ns: int  # time the device spent on the step
-    idle_ns: int  # time the device waited before it for a plan, while rows were running
+    ids: bytes  # i32, ragged by counts
+    counts: bytes = b""  # i32 tokens per row, 0 to its limit where that is above 1, else 1; empty = one each
+    statuses: bytes = b""  # u8 RowStatus; empty = all OK
+    logprobs: tuple[tuple[int, bytes], ...] = ()  # (row, encoded TokenLogprobs)
+    device_ns: int = 0  # time the device spent on the step
+    idle_ns: int = 0  # time the device waited before it for a plan, while rows were running
 
 
 class Desync(Message, frozen=True, tag="desync"):

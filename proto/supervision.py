@@ -22,6 +22,7 @@ class WorkerFacts(Message, frozen=True, tag="worker_facts"):
     kv_bytes_per_token: int
     window: int = 0  # positions that layers of group 1 attend to, the token's own included; 0 = there is no such group
     window_pages: int = 0  # of group 1
+    max_step_ids: int = 1  # the highest limit of a decode row (see StepPlan)
 
 
 class TokenizerFacts(Message, frozen=True, tag="tokenizer_facts"):

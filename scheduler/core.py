@@ -8,6 +8,7 @@ what that plan depends on: everything else waits in `Outbound` for `outgoing`.
 import dataclasses
 from array import array
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,10 +43,29 @@ from scheduler.queue import Queues
 from scheduler.registry import Registry
 from scheduler.request import Request
 from scheduler.results import InFlight, Results, WorkerError
-from scheduler.rows import RowView
+from scheduler.rows import Rows, RowView
 from scheduler.running import Running
 
 _WINDOW_COUNTERS = ("window_pages_total", "window_pages_free", "window_pages_cached", "window_evictions")
+
+
+@dataclass(slots=True)
+class Decodes:
+    """What one step decodes."""
+
+    view: RowView
+    limits: I32Array | None  # ids that each row may gain; None: exactly one each
+    append_slots: I32Array  # a slot stands here once for each page that it gets
+    append_pages: I32Array
+
+    @property
+    def tokens(self) -> int:
+        return len(self.view) if self.limits is None else int(self.limits.sum())
+
+    def pause(self, rows: Rows) -> None:
+        """Decode nothing after all. The pages stay with their rows, which will need them."""
+        self.view = rows.view(self.view.slots[:0])
+        self.limits = None
 
 
 class Scheduler:
@@ -145,7 +165,8 @@ class Scheduler:
         if self._running.window is not None:
             self._running.slide_prefills()
         forced = self._force_preemption()
-        view, append_slots, append_pages, preempted = self._plan_decodes()
+        decodes, preempted = self._plan_decodes()
+        view = decodes.view
         chunks: dict[Request, int] = {}
         admits: list[AdmitRow] = []
         if self._running.prefills or self._queues:
@@ -153,14 +174,14 @@ class Scheduler:
             may_admit = not (forced or preempted) or not (len(view) or self._flight)
             # Without chunked prefill a prompt may need the whole step: then decodes pause for one.
             paused = self._prefill.cramped and may_admit
-            budget = self._budget if paused else self._budget - len(view)
+            budget = self._budget if paused else self._budget - decodes.tokens
             share = self._prefill.share(budget, self._step, may_admit, now)
             chunks, admits = share.chunks, share.admits
             if paused and chunks:
-                view = self._running.rows.view(view.slots[:0])
-        if not len(view) and not chunks:
+                decodes.pause(self._running.rows)
+        if not len(decodes.view) and not chunks:
             return self._plan_with_fewer(now) if self._running.prefills and not self._flight else None
-        plan = self._issue(view, append_slots, append_pages, chunks, admits)
+        plan = self._issue(decodes, chunks, admits)
         if len(self._flight) == 1:
             self._pacer.started(self._flight[0].prefill_tokens, now)
         return plan
@@ -258,12 +279,18 @@ class Scheduler:
 
     # ---------------------------------------------------------------- plan: decode rows
 
-    def _plan_decodes(self) -> tuple[RowView, I32Array, I32Array, bool]:
-        """Rows to decode, the pages appended to them, and whether some had to be preempted for it."""
+    def _plan_decodes(self) -> tuple[Decodes, bool]:
+        """Rows to decode, and whether some had to be preempted for it."""
         running, preempted = self._running, False
         while True:
-            view = running.decode_view()
-            needy = running.lacking_page(view)
+            view = running.decodable_view()
+            # Half of a step is left to prefills.
+            limits = running.step_limits(view, self._budget // 2)
+            needy = running.lacking_pages(view, limits)
+            if needy.size > running.available and limits is not None:
+                # Speculation takes no page from anybody.
+                limits = None
+                needy = running.lacking_pages(view, None)
             if needy.size <= running.available:
                 break
             victim = running.victim()
@@ -274,7 +301,8 @@ class Scheduler:
                 break
             self._lifecycle.preempt(victim)
             preempted = True
-        return view, needy, running.append_pages(needy) if needy.size else needy, preempted
+        pages = running.append_pages(needy) if needy.size else needy
+        return Decodes(view, limits, needy, pages), preempted
 
     def _force_preemption(self) -> bool:
         """For debugging: every so many steps some eligible row must go, one slot after another."""
@@ -295,22 +323,21 @@ class Scheduler:
 
     def _issue(
         self,
-        view: RowView,
-        append_slots: I32Array,
-        append_pages: I32Array,
+        decodes: Decodes,
         chunks: dict[Request, int],
         admits: list[AdmitRow],
     ) -> StepPlan:
         """Account the step as planned and write it down."""
-        running = self._running
-        appended = append_slots.tobytes(), append_pages.tobytes(), b""
+        running, view, limits = self._running, decodes.view, decodes.limits
+        appended = decodes.append_slots.tobytes(), decodes.append_pages.tobytes(), b""
         if running.window is not None:
-            appended = running.window.appends(append_slots, append_pages)
+            appended = running.window.appends(decodes.append_slots, decodes.append_pages)
+        rewinds = running.rows.take_rewinds(view)
         decode_slots = None if view.version == self._sent_version else view.slots.tobytes()
         self._sent_version = view.version
         if len(view):
-            running.decoded(view)
-        flight = InFlight(self._step + 1, view, [], [], 0)
+            running.decoded(view, limits)
+        flight = InFlight(self._step + 1, view, limits, [], [], 0)
         packed = self._finish_chunks(flight, chunks) if chunks else b""
         self._flight.append(flight)
         self._step += 1
@@ -323,7 +350,9 @@ class Scheduler:
             append_slots=appended[0],
             append_pages=appended[1],
             append_groups=appended[2],
+            rewinds=rewinds,
             decode_slots=decode_slots,
+            limits=b"" if limits is None else limits.tobytes(),
             chunks=packed,
         )
 

@@ -34,7 +34,8 @@ class StepRows:
     step: int
     view: RowView
     starts: I32Array
-    ids: I32Array
+    ids: I32Array  # ragged by counts
+    counts: I32Array | None = None  # ids of each row; None: one each
     ends: list[End] = field(default_factory=list)
     openings: list[tuple[int, bytes, Timing]] = field(default_factory=list)
     logprobs: list[tuple[int, bytes]] = field(default_factory=list)
@@ -103,6 +104,7 @@ def _emit(rows: StepRows) -> Emit:
         rids=view.rids,
         attempts=view.attempts,
         starts=rows.starts.tobytes(),
+        counts=b"" if rows.counts is None else rows.counts.tobytes(),
         ids=rows.ids.tobytes(),
         finishes=finishes,
         matched=matched,
@@ -143,7 +145,8 @@ def _split(rows: StepRows) -> list[tuple[int, StepRows]]:
                     step=rows.step,
                     view=rows.view.only(mask),
                     starts=rows.starts[mask],
-                    ids=rows.ids[mask],
+                    ids=rows.ids[mask if rows.counts is None else mask.repeat(rows.counts)],
+                    counts=None if rows.counts is None else rows.counts[mask],
                     ends=[
                         End(int(number[end.row]), end.finish, end.matched, end.matched_eos)
                         for end in rows.ends

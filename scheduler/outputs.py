@@ -62,6 +62,15 @@ class Outputs:
         self._collected.append(ids)
         return self._first + np.int32(steps) if steps else self._first
 
+    def append_runs(self, index: Index, counts: I32Array, ids: I32Array) -> None:
+        """Append `counts` ids to each row with these slots; `ids` has them row after row."""
+        self.settle()
+        known = self._known.take(index)
+        begins = counts.cumsum() - counts
+        cells = (self._origin.take(index) + known - begins).repeat(counts)
+        self._ids[cells + np.arange(len(ids))] = ids
+        self._known[index] = known + counts
+
     def generated(self, slot: int) -> bytes:
         """Ids of a row since it was placed."""
         self.settle()

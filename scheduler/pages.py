@@ -14,6 +14,16 @@ I32Array = npt.NDArray[np.int32]
 PAGE_ID_BYTES = 4
 
 
+def rank_among_equals(values: I32Array) -> I32Array:
+    """Return for each element how many equal ones stand before it."""
+    order = values.argsort(kind="stable")
+    ordered = values[order]
+    begins = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
+    ranks = np.zeros(len(values), np.int32)
+    ranks[order] = np.arange(len(values)) - begins.repeat(np.diff(begins, append=len(values)))
+    return ranks
+
+
 class PageError(RuntimeError):
     """The page accounting is broken: a bug, never an input."""
 

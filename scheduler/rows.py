@@ -71,10 +71,14 @@ class Rows:
     `planned` counts ids whose K/V are in the cache once all planned steps have run; `outputs.known` those that results
     have brought. A decode step feeds the id at position `planned` and samples the next one.
     What grows by one in each step is kept in the order of the rows as long as they stay the same.
+
+    A row whose `limits` is above one is *speculative*: a step may give it that many ids, or none. While such a step is
+    in flight, `planned` counts them all.
     """
 
-    def __init__(self, capacity: int, max_pages: int, page_size: int) -> None:
+    def __init__(self, capacity: int, max_pages: int, page_size: int, max_step_ids: int) -> None:
         self.capacity = capacity
+        self._max_step_ids = max_step_ids
         self.page_size = page_size
         self.generation = np.zeros(capacity, np.int32)
         self._rid = np.zeros(capacity, U64)
@@ -84,6 +88,9 @@ class Rows:
         self.max_len = np.zeros(capacity, I32)
         self._planned = np.zeros(capacity, np.int32)
         self.room = np.zeros(capacity, np.int32)  # tokens that the row's pages hold
+        self.limits = np.zeros(capacity, np.int32)  # ids that a step may give the row at most
+        self._rewound = np.zeros(capacity, np.bool_)  # gained fewer ids than the worker assumes
+        self._any_rewound = False
         self.outputs = Outputs(capacity, max_pages * page_size)
         self.pages = np.zeros((capacity, max_pages), I32)
         self._flat_pages = self.pages.reshape(-1)
@@ -100,8 +107,10 @@ class Rows:
                 self.max_len,
                 self._planned,
                 self.room,
+                self.limits,
             )
         ]
+        self._rewound_cells = self._rewound.data
         self._generation_cells = self.generation.data
         self._room_cells = self.room.data
         self.requests: list[Request | None] = [None] * capacity
@@ -114,7 +123,7 @@ class Rows:
     def enter(self, request: Request, pages: bytes) -> int:
         """Put a request into a slot with pages for all its known ids."""
         slot = self.free.pop()
-        rid, attempt, detokenizer, prompt_len, max_len, planned, room = self._cells
+        rid, attempt, detokenizer, prompt_len, max_len, planned, room, limits = self._cells
         rid[slot] = request.rid
         attempt[slot] = request.attempt
         detokenizer[slot] = request.detokenizer
@@ -122,6 +131,8 @@ class Rows:
         max_len[slot] = request.max_len
         planned[slot] = request.done
         room[slot] = len(pages) // PAGE_ID_BYTES * self.page_size
+        limits[slot] = self._max_step_ids
+        self._rewound_cells[slot] = False
         self.outputs.enter(slot, request.tokens)
         at = slot * self._row_bytes
         self._page_bytes[at : at + len(pages)] = pages
@@ -172,12 +183,54 @@ class Rows:
         lacking: I32Array = view.slots.compress(self._steady_planned == self.room.take(view.index))
         return lacking
 
-    def append(self, slots: I32Array, pages: I32Array) -> None:
-        """One more page for each of these rows."""
+    def lacking_pages(self, view: RowView, limits: I32Array) -> I32Array:
+        """Slots of rows that lack pages for their next `limits` ids, each as often as it lacks one."""
+        beyond = self.planned.take(view.index) + limits - self.room.take(view.index)
+        lacking: I32Array = view.slots.repeat(np.maximum(-(-beyond // self.page_size), 0))
+        return lacking
+
+    def append_pages(self, slots: I32Array, pages: I32Array, ranks: I32Array | int) -> None:
+        """One more page for each of these rows; `ranks`: how many of it the same slot gets before."""
         index = slots.astype(np.intp)
-        room = self.room.take(index)
-        self._flat_pages[index * self.pages.shape[1] + room // self.page_size] = pages
-        self.room[index] = room + self.page_size
+        end = self.room.take(index) // self.page_size + ranks
+        self._flat_pages[index * self.pages.shape[1] + end] = pages
+        # Of equal slots the last one has the highest rank, and numpy assigns in order.
+        self.room[index] = (end + 1) * self.page_size
+
+    def in_flight(self, view: RowView) -> I32Array:
+        """Ids that each row may yet gain from steps in flight."""
+        ahead: I32Array = self.planned.take(view.index) - self.outputs.known.take(view.index) + np.int32(1)
+        return ahead
+
+    def step_limits(self, view: RowView) -> I32Array:
+        """Ids that each row may gain in the next step; speculative rows have nothing in flight."""
+        left = self.max_len.take(view.index) - self.outputs.known.take(view.index)
+        limits: I32Array = np.minimum(self.limits.take(view.index), left)
+        return limits
+
+    def plan_ids(self, view: RowView, limits: I32Array) -> I32Array:
+        """Up to `limits` more ids of each row are planned; returns how many are, in the order of the rows."""
+        planned: I32Array = self.planned.take(view.index) + limits
+        self._planned[view.index] = planned
+        return planned
+
+    def append_runs(self, view: RowView, limits: I32Array, counts: I32Array, ids: I32Array) -> None:
+        """Append `counts` ids to each row, of the `limits` that its step could give."""
+        self.outputs.append_runs(view.index, counts, ids)
+        speculative = limits > 1
+        index = view.index.compress(speculative)
+        self.planned[index] = self.outputs.known.take(index) - 1
+        self._rewound[index] = (counts < limits).compress(speculative)
+        self._any_rewound = True
+
+    def take_rewinds(self, view: RowView) -> bytes:
+        """Slots of this view whose place the worker must be told, with the position that they compute next (int32)."""
+        if not self._any_rewound:
+            return b""
+        index = view.index.compress(self._rewound.take(view.index))
+        self._rewound[index] = False
+        self._any_rewound = bool(self._rewound.any())
+        return np.stack([index, self.planned.take(index)], axis=1).astype(I32).tobytes()
 
     def decoded(self, view: RowView) -> I32Array:
         """One more id of each row is planned; returns how many are, in the order of the rows. Not to be written."""

@@ -10,7 +10,7 @@ from array import array
 import numpy as np
 
 from proto.messages import AdmitRow, WorkerFacts, column
-from scheduler.pages import PAGE_ID_BYTES, I32Array, PagePool
+from scheduler.pages import PAGE_ID_BYTES, I32Array, PagePool, rank_among_equals
 from scheduler.policy import cheapest_victim, expected_peak
 from scheduler.prefix import PrefixTree
 from scheduler.request import Request, State
@@ -29,7 +29,8 @@ class Running:
         self.pool = self.window.full if self.window is not None else PagePool(facts.num_pages, facts.page_size)
         self.tree = PrefixTree(self.pool, prefix_caching)
         max_pages = self.pool.pages_of(facts.max_model_len)
-        self.rows = Rows(capacity, max_pages, facts.page_size)
+        self.rows = Rows(capacity, max_pages, facts.page_size, facts.max_step_ids)
+        self._speculation = facts.max_step_ids > 1
         self.prefills: list[Request] = []  # with ids still to be planned, in order of admission
         self.committed = 0  # pages that all rows are expected to hold at their ends, shared ones counted often
         self._released: list[int] = []
@@ -87,7 +88,6 @@ class Running:
             slot=slot,
             ids=request.ids,
             start=start,
-            prompt_len=request.prompt_len,
             pages=pages,
             sampling=request.sampling,
             min_len=request.min_len,
@@ -186,7 +186,7 @@ class Running:
 
     # ---------------------------------------------------------------- decode
 
-    def decode_view(self) -> RowView:
+    def _decode_view(self) -> RowView:
         """Rows to decode, in order; the view keeps its version as long as they are the same."""
         if self._view is None:
             self._order = order = self._order.compress(self._decoding.take(self._order))
@@ -196,18 +196,48 @@ class Running:
             self._order_version = self._view.version
         return self._view
 
-    def lacking_page(self, view: RowView) -> I32Array:
-        """Rows whose next id begins a page that they do not have yet; as slots. They let go of what they can first."""
-        lacking = self.rows.lacking_page(view)
+    def decodable_view(self) -> RowView:
+        """Rows that can decode in the next step, in order: all that decode, but for speculative ones whose place is not
+        known yet.
+
+        Speculative rows run together, as soon as none of them is in a step: in two groups by turns, each would wait for
+        the other's steps.
+        """
+        view = self._decode_view()
+        if not self._speculation or not len(view):
+            return view
+        speculative = self.rows.limits.take(view.index) > 1
+        in_flight = self.rows.in_flight(view)
+        ready = ~speculative
+        if not (in_flight.compress(speculative) > 1).any():
+            ready |= in_flight == 0  # a row that comes from its prefill has its first id in flight
+        if ready.all():
+            return view
+        self._steps_left = 0
+        return view.only(ready)
+
+    def step_limits(self, view: RowView, most: int) -> I32Array | None:
+        """Ids that each row may gain in the next step, `most` in all unless it is one each; None: exactly one each."""
+        if not self._speculation or not len(view):
+            return None
+        limits = np.minimum(self.rows.step_limits(view), max(most // len(view), 1))
+        return limits if (limits > 1).any() else None
+
+    def lacking_pages(self, view: RowView, limits: I32Array | None) -> I32Array:
+        """Slots of rows that lack pages for what they compute in the next step, each as often as it lacks one. They let
+        go of what they can first."""
+        rows = self.rows
+        lacking = rows.lacking_page(view) if limits is None else rows.lacking_pages(view, limits)
         if self.window is not None and lacking.size:
-            self.window.slide(lacking, self.rows)
+            self.window.slide(lacking if limits is None else np.unique(lacking), rows)
         return lacking
 
     def append_pages(self, slots: I32Array) -> I32Array:
         pages = column(self.tree.allocate(len(slots)))
-        self.rows.append(slots, pages)
+        ranks = rank_among_equals(slots) if self._speculation else 0
+        self.rows.append_pages(slots, pages, ranks)
         if self.window is not None:
-            self.window.append(slots, pages)
+            self.window.append_pages(slots, pages, ranks)
         return pages
 
     def stall(self, view: RowView, needy: I32Array) -> tuple[RowView, I32Array]:
@@ -216,19 +246,23 @@ class Running:
         self._forget_view()
         return view.only(~np.isin(view.slots, left_out)), needy[: self.available]
 
-    def decoded(self, view: RowView) -> None:
-        """One decode step of these rows is planned. Rows whose last id it samples leave the order."""
+    def decoded(self, view: RowView, limits: I32Array | None) -> None:
+        """One decode step of these rows is planned. Rows whose last id it surely samples leave the order."""
         rows, index = self.rows, view.index
-        planned = rows.decoded(view)
-        if self._steps_left > 1:
+        planned = rows.decoded(view) if limits is None else rows.plan_ids(view, limits)
+        if limits is not None:
+            self._steps_left = 0
+        elif self._steps_left > 1:
             self._steps_left -= 1
             return
         left = rows.max_len.take(index) - planned
+        if limits is not None:
+            index, left = index.compress(limits == 1), left.compress(limits == 1)
         ending = index.compress(left <= 1)
         if ending.size:
             self._decoding[ending] = False
             self._forget_view()
-        elif self._view is not None:
+        elif limits is None and view.version == self._order_version:
             self._steps_left = int(left.min()) - 1
 
     def _forget_view(self) -> None:

@@ -135,11 +135,11 @@ class Window:
             self._new_pages.append(pages)
         return min(tokens, end * self.pool.page_size - done)
 
-    def append(self, slots: I32Array, full: I32Array) -> None:
-        """One more page for each of these rows, beside these of group 0."""
+    def append_pages(self, slots: I32Array, full: I32Array, ranks: I32Array | int) -> None:
+        """One more page for each of these rows, beside these of group 0; `ranks` as in `Rows.append_pages`."""
         pages = self._allocate(slots.size)
         self._place(full, pages)
-        end = self.end[slots]
+        end = self.end[slots] + ranks
         self._tables[slots, end] = pages
         self.end[slots] = end + 1
         self._new_slots.append(slots)

@@ -165,7 +165,6 @@ def make_row(
         slot=slot,
         ids=i32(*ids),
         start=start,
-        prompt_len=len(ids),
         pages=i32(*pages),
         sampling=GREEDY,
         min_len=min_len,

@@ -94,6 +94,11 @@ def token_at(seed: int, position: int, vocab: int, stop_ids: set[int], min_len: 
     return token
 
 
+def gain_at(seed: int, position: int, step: int, limit: int) -> int:
+    """How many ids the fake model gives a row that may gain `limit`: 0 to as many, and one where that is the limit."""
+    return 1 if limit == 1 else (seed * 31 + position * 17 + step * 7919) % (limit + 1)
+
+
 @dataclass
 class FakeSlot:
     ids: list[int]  # known and sampled
@@ -106,6 +111,7 @@ class FakeSlot:
     stop_ids: set[int]
     salt: str
     fresh: bool = True  # admitted by the plan that runs
+    gain: int = 0  # ids that the running step gives it, if it may give several
 
 
 class FakeWorker:
@@ -123,6 +129,7 @@ class FakeWorker:
         self.step = 0
         self.epoch = -1
         self.max_chunk_tokens = 0
+        self.runs = 0  # decode rows that might gain several ids
         self.failing: set[int] = set()  # seeds whose logits are not finite
         self.masks = True  # stop ids, before a row's minimum length
         self._holders = np.zeros(facts.num_pages, np.int32)
@@ -158,27 +165,41 @@ class FakeWorker:
         self._count_window_holders()
         if plan.decode_slots is not None:
             self._decode = column(plan.decode_slots).tolist()
+        for slot, position in column(plan.rewinds).reshape(-1, 2).tolist():
+            assert slot in self._decode, "rewinds a row that does not decode"
+            assert position < self.slots[slot].length
+            self.slots[slot].length = position
         assert len(set(self._decode)) == len(self._decode)
+        limits = column(plan.limits).tolist() or [1] * len(self._decode)
+        assert len(limits) == len(self._decode)
+        assert all(1 <= limit <= self.facts.max_step_ids for limit in limits)
+        self.runs += sum(limit > 1 for limit in limits)
         chunks = column(plan.chunks).reshape(-1, 3).tolist()
-        assert len(self._decode) + sum(count for _, count, _ in chunks) <= self.facts.max_num_batched_tokens
+        assert sum(limits) + sum(count for _, count, _ in chunks) <= self.facts.max_num_batched_tokens
         self.max_chunk_tokens = max(self.max_chunk_tokens, sum(count for _, count, _ in chunks))
-        rows = [(slot, 1, 1) for slot in self._decode] + [(slot, count, sample) for slot, count, sample in chunks]
-        for slot, count, _ in rows:
+        rows = [(slot, limit, 1) for slot, limit in zip(self._decode, limits, strict=True)]
+        rows += [(slot, count, sample) for slot, count, sample in chunks]
+        for place, (slot, count, _) in enumerate(rows):
+            if place < len(limits) and count > 1:
+                self._guess(self.slots[slot], count)
             self._write(self.slots[slot], count)
         for state in self.slots.values():
             state.fresh = False
-        ids, statuses = [], []
-        for slot, count, sample in rows:
-            self._read(self.slots[slot], count)
+        ids, counts, statuses = [], [], []
+        for place, (slot, count, sample) in enumerate(rows):
+            state = self.slots[slot]
+            self._read(state, count)
             if sample:
-                ids.append(self._sample(self.slots[slot]))
-                statuses.append(int(self.slots[slot].seed in self.failing))
+                gained = self._verify(state, count) if place < len(limits) and count > 1 else [self._sample(state)]
+                ids += gained
+                counts.append(len(gained))
+                statuses.append(int(state.seed in self.failing))
         self.results.append(
             StepResult(
                 epoch=self.epoch,
                 step=plan.step,
                 ids=i32(*ids),
-                counts=b"",
+                counts=i32(*counts) if plan.limits else b"",
                 statuses=np.array(statuses, U8).tobytes() if any(statuses) else b"",
                 logprobs=(),
                 device_ns=MS,
@@ -218,7 +239,8 @@ class FakeWorker:
     def _count_window_holders(self) -> None:
         self._window_holders.clear()
         for state in self.slots.values():
-            first = self._first_seen(state.length)
+            # A row that may have gained less than its table says keeps what its last known id sees.
+            first = self._first_seen(min(state.length, len(state.ids) - 1))
             for number in [n for n in state.windowed if n < first]:
                 del state.windowed[number]
             if not state.fresh:
@@ -261,6 +283,9 @@ class FakeWorker:
 
     def _sample(self, state: FakeSlot) -> int:
         assert state.length == len(state.ids), "samples before all known ids are computed"
+        return self._append_token(state)
+
+    def _append_token(self, state: FakeSlot) -> int:
         position = len(state.ids)
         token = token_at(
             state.seed, position, self.facts.vocab_size, state.stop_ids, state.min_len if self.masks else 0
@@ -268,6 +293,26 @@ class FakeWorker:
         state.ids.append(token)
         self._digest(state, position)
         return token
+
+    def _guess(self, state: FakeSlot, limit: int) -> None:
+        """Append guesses behind the newest id, of which as many are right as the row will gain ids by them."""
+        known = len(state.ids)
+        assert state.length == known - 1, "decodes a row whose place is not known"
+        state.gain = gain_at(state.seed, known, self.step, limit)
+        for number in range(1, limit):
+            if number < state.gain:
+                self._append_token(state)
+            else:
+                state.ids.append(-number)
+                self._digest(state, len(state.ids) - 1)
+
+    def _verify(self, state: FakeSlot, limit: int) -> list[int]:
+        """Drop the wrong guesses; returns the ids gained. K/V of the wrong ones stay where they are."""
+        known = state.length - limit + 1
+        del state.ids[known + max(state.gain - 1, 0) :]
+        if state.gain:
+            self._append_token(state)
+        return state.ids[known:]
 
 
 # ------------------------------------------------------------------ a caller

@@ -384,6 +384,9 @@ def test_logprobs_are_as_long_as_ids(vocabulary: Vocabulary) -> None:
     (delta,) = one(detokenizer, row)
     assert delta.ids == i32(*ids[:2])
     assert delta.logprobs == logprobs_of(2)
+    cut = Row(ids[:1], 0, opening=opening(logprobs=1), logprobs=logprobs_of(3))  # by the scheduler, at a stop id
+    (delta,) = one(Detokenizer(vocabulary), cut)
+    assert delta.logprobs == logprobs_of(1)
     (delta,) = one(Detokenizer(vocabulary), Row([], 0, opening=opening(logprobs=0), finish=Finish.LENGTH))
     assert delta.logprobs == TokenLogprobs((), (), ())
 

@@ -126,6 +126,9 @@ def test_presets_and_settings_are_read() -> None:
         ("sim:h200,bandwidth=0", "out of range"),
         ("sim:h200,launch=nan", "out of range"),
         ("sim:h200,eos=2", "out of range"),
+        ("sim:h200,max_step_ids=0", "out of range"),
+        ("sim:h200,max_step_ids=1.5", "out of range"),
+        ("sim:h200,max_step_ids=65", "out of range"),
     ],
 )
 def test_a_device_that_cannot_be_is_named(device: str, text: str) -> None:
@@ -262,6 +265,32 @@ def test_logprobs_are_those_of_equal_words_for_rows_that_want_them() -> None:
     assert top[0] == column(result.ids)[2]
     assert len({*top}) == 3
     assert max(top) < make_model().vocab_size
+
+
+def test_a_row_with_a_limit_gains_ids_of_the_same_text_and_logprobs_of_each() -> None:
+    """0 to 5 of them, and one where it is asked for no more."""
+    wanted = generate(Bench(), [8], prompt=1, count=31)[0]
+    bench = Bench("sim:h200,max_step_ids=5")
+    row = make_admit(0, [1], list(range(8)))
+    sampling = msgspec.structs.replace(row.sampling, seed=8, temperature=1.0, logprobs=1)
+    bench.launch(admits=(msgspec.structs.replace(row, sampling=sampling),), chunks=i32(0, 1, 1))
+    got, gains, fields = wanted[:1], [], {"decode_slots": i32(0)}
+    while len(got) < 26:
+        result = bench.launch(limits=i32(5), **fields).message
+        assert isinstance(result, StepResult)
+        gains.append(int(column(result.counts)[0]))
+        got += column(result.ids).tolist()
+        ((_, payload),) = result.logprobs
+        logprobs = decode_as(payload, TokenLogprobs)
+        assert len(logprobs.chosen) == len(logprobs.top_ids) == gains[-1]
+        assert [int(column(top)[0]) for top in logprobs.top_ids] == column(result.ids).tolist()
+        # The one id of the prompt and all but the newest one are computed.
+        fields = {"rewinds": i32(0, len(got))} if gains[-1] < 5 else {}
+    assert {0, 5} <= set(gains) <= set(range(6))
+    assert got == wanted[: len(got)]
+    result = bench.launch(limits=i32(1), **fields).message
+    assert isinstance(result, StepResult)
+    assert column(result.counts).tolist() == [1]
 
 
 def test_an_eos_comes_as_often_as_asked() -> None:

@@ -22,8 +22,15 @@ MAX_LEN = 40
 VOCAB = 50
 
 
-def make_tables() -> SlotTables:
-    return SlotTables(max_slots=SLOTS, num_pages=POOL, page_size=PAGE, max_model_len=MAX_LEN, vocab_size=VOCAB)
+def make_tables(max_step_ids: int = 1) -> SlotTables:
+    return SlotTables(
+        max_slots=SLOTS,
+        num_pages=POOL,
+        page_size=PAGE,
+        max_model_len=MAX_LEN,
+        vocab_size=VOCAB,
+        max_step_ids=max_step_ids,
+    )
 
 
 @dataclass
@@ -335,6 +342,11 @@ READY = make_plan(admits=(make_row(0, [1, 2], [3]), make_row(1, [1] * 6, [4, 5])
         (make_plan(step=2, decode_slots=i32(1)), "decodes slot 1, which has ids left to prefill"),
         (make_plan(step=2, decode_slots=i32(5)), "decodes slot 5, which holds no request"),
         (make_plan(step=2, decode_slots=i32(0, 0)), "decodes a slot twice"),
+        (make_plan(step=2, decode_slots=i32(0), limits=i32(1, 1)), "sets 2 limits for 1 decode rows"),
+        (make_plan(step=2, decode_slots=i32(0), limits=i32(2)), "sets limits of 2 to 2 ids; the most is 1"),
+        (make_plan(step=2, decode_slots=i32(0), limits=i32(0)), "sets limits of 0 to 0 ids"),
+        (make_plan(step=2, rewinds=i32(5, 1)), "rewinds slot 5, which holds no request"),
+        (make_plan(step=2, rewinds=i32(0, 40)), "rewinds slot 0 to position 40; it is at"),
         (make_plan(step=2, chunks=i32(0, 1, 1)), "prefills slot 0, which holds no ids to prefill"),
         (make_plan(step=2, chunks=i32(1, 3, 1)), "prefills 3 ids of slot 1 from position 4; it has 6 ids"),
         (make_plan(step=2, chunks=i32(1, 0, 0)), "prefills 0 ids of slot 1"),
@@ -386,3 +398,27 @@ def test_running_through_tells_a_wait_from_a_rest() -> None:
     tables.apply(READY)
     assert tables.running_through(make_plan(step=2, released=i32(0)))
     assert not tables.running_through(make_plan(step=2, released=i32(0, 1)))
+
+
+def test_a_limit_makes_a_row_of_several_tokens_and_a_rewind_takes_back_what_was_refused() -> None:
+    """Two rows whose first results come late: one gains 2 of 3, the other all of 2."""
+    tables = make_tables(max_step_ids=3)
+    admits = (make_row(0, [1, 2, 3], [4, 5]), make_row(1, [4], [6]))
+    tables.apply(make_plan(step=1, admits=admits, chunks=i32(0, 3, 1, 1, 1, 1)))
+    batch = tables.apply(make_plan(step=2, decode_slots=i32(0, 1), limits=i32(3, 2)))
+    assert batch.positions.tolist() == [3, 4, 5, 1, 2]
+    assert batch.qo_indptr.tolist() == [0, 3, 5]
+    assert batch.logit_tokens.tolist() == [0, 1, 2, 3, 4]
+    assert batch.last_page_len.tolist() == [2, 3]
+    assert batch.kv_slots.tolist() == [4 * 4 + 3, 5 * 4, 5 * 4 + 1, 6 * 4 + 1, 6 * 4 + 2]
+    assert tables.sampling_rows(batch).positions.tolist() == [4, 5, 6, 2, 3]
+    batch = tables.apply(make_plan(step=3, rewinds=i32(0, 5), admits=(), limits=i32(1, 1)))
+    assert batch.positions.tolist() == [5, 3]
+    assert tables.apply(make_plan(step=4, append_slots=i32(1), append_pages=i32(7))).positions.tolist() == [6, 4]
+
+
+def test_a_row_needs_pages_for_all_that_its_limit_allows() -> None:
+    tables = make_tables(max_step_ids=3)
+    tables.apply(make_plan(step=1, admits=(make_row(0, [1, 2], [4]),), chunks=i32(0, 2, 1)))
+    with pytest.raises(PlanError, match="decodes slot 0 at position 4, which has no page"):
+        tables.apply(make_plan(step=2, decode_slots=i32(0), limits=i32(3)))

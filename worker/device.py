@@ -32,6 +32,7 @@ class Device(Protocol):
     num_pages: int  # of layers that attend to all positions; 0 = there are none
     window: int  # of the other layers, the largest, if these have pages of their own
     window_pages: int
+    max_step_ids: int  # that a decode row may gain in one step
     page_size: int
     max_model_len: int
     vocab_size: int

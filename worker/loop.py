@@ -81,4 +81,5 @@ def facts_of(device: Device, options: WorkerOptions) -> WorkerFacts:
         kv_bytes_per_token=device.kv_bytes_per_token,
         window=device.window,
         window_pages=device.window_pages,
+        max_step_ids=device.max_step_ids,
     )

@@ -258,7 +258,6 @@ class Driver:
             slot=slot,
             ids=ids.tobytes(),
             start=0,
-            prompt_len=length,
             pages=_i32(self._pages[slot]),
             sampling=SAMPLING,
             min_len=0,

@@ -28,6 +28,8 @@ class Runner:
     Every rank of `group` has one and gets the same plans; rank 0 samples.
     """
 
+    max_step_ids = 1
+
     def __init__(self, forward: Forward, options: WorkerOptions, group: Group = ALONE) -> None:
         self.forward = forward
         self.num_pages = forward.num_pages

@@ -104,6 +104,7 @@ class CudaDevice:
     """
 
     device = "cuda"
+    max_step_ids = 1
 
     def __init__(
         self,

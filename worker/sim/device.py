@@ -14,7 +14,7 @@ import numpy.typing as npt
 from proto.cache import CacheGroups, longest_sequence
 from proto.channel import encode
 from proto.config import WorkerOptions
-from proto.messages import I32, StepPlan, StepResult, TokenLogprobs
+from proto.messages import I32, StepPlan, StepResult, TokenLogprobs, column
 from worker.device import Completion, DeviceError, StepClock
 from worker.sim.roofline import ELEMENT_BYTES, Roofline, parse_gpu
 from worker.steps.batch import I32Array
@@ -43,6 +43,7 @@ class SimulatedDevice:
         self.window = groups.window
         self.num_pages, self.window_pages = self._pool_pages(options, gpu.memory, groups)
         self.max_model_len = longest_sequence(self.num_pages, self.window, self.window_pages, self.page_size, wanted)
+        self.max_step_ids = int(gpu.max_step_ids)
         self.clock = StepClock()
         self._clock_ns = clock_ns
         self._sequence = PlanSequence()
@@ -54,6 +55,7 @@ class SimulatedDevice:
             vocab_size=self.vocab_size,
             window=self.window,
             window_pages=self.window_pages,
+            max_step_ids=self.max_step_ids,
             lists_pages=False,
         )
         eos_ids = [i for i in options.manifest.eos_ids if i < self.vocab_size]
@@ -90,6 +92,10 @@ class SimulatedDevice:
         # Here a real device gets the step. What follows is the simulation's own work, which must not count as waiting.
         launched = self._clock_ns()
         ids = self._invent(rows)
+        counts = self._draw_counts(plan, rows) if plan.limits else None
+        logprobs = self._uniform_logprobs(rows, ids, plan, counts)
+        if counts is not None:
+            ids = ids[_is_gained(plan, counts)]
         duration = int(self._roofline.seconds(batch) * 1e9)
         start = max(launched, self.clock.free_at)
         idle = self.clock.record(start, start + duration, waited, len(ids))
@@ -97,9 +103,8 @@ class SimulatedDevice:
             epoch=plan.epoch,
             step=plan.step,
             ids=ids.tobytes(),
-            counts=b"",
-            statuses=b"",
-            logprobs=self._uniform_logprobs(rows, ids),
+            counts=b"" if counts is None else counts.tobytes(),
+            logprobs=logprobs,
             device_ns=duration,
             idle_ns=idle,
         )
@@ -115,18 +120,54 @@ class SimulatedDevice:
             ids[ends] = self._eos_id
         return ids
 
-    def _uniform_logprobs(self, rows: SamplingRows, ids: I32Array) -> tuple[tuple[int, bytes], ...]:
-        """Of the distribution that words are drawn from: all alike, so the chosen and its successors stand for the top.
+    def _draw_counts(self, plan: StepPlan, rows: SamplingRows) -> I32Array:
+        """Ids that each row gains, 0 to its limit: drawn anew in every step, and of no influence on which they are."""
+        limits, firsts = _row_limits(plan, len(rows.slots))
+        seeds = rows.params["seed"].take(firsts) + rows.positions.take(firsts).astype(np.uint64) * _ODD
+        numbers = scramble(seeds ^ scramble(np.full(len(limits), plan.step, np.uint64)))
+        counts: I32Array = (numbers >> np.uint64(32)).astype(np.int64) % (limits + 1)
+        return np.where(limits > 1, counts, 1).astype(np.int32)
 
-        Encoded (row, TokenLogprobs) of the rows that want them, as the real sampler gives.
+    def _uniform_logprobs(
+        self, rows: SamplingRows, ids: I32Array, plan: StepPlan, counts: I32Array | None
+    ) -> tuple[tuple[int, bytes], ...]:
+        """Encode the log-probabilities of the rows that want them, as the real sampler does.
+
+        All words are equally likely, so the chosen one and its successors stand for the top.
         """
+        if not (rows.params["logprobs"] >= 0).any():
+            return ()
+        _, firsts = _row_limits(plan, len(ids))
         logprob = -math.log(len(self._words))
         encoded = []
-        for row in np.flatnonzero(rows.params["logprobs"] >= 0).tolist():
-            count = min(int(rows.params["logprobs"][row]), self.vocab_size)
-            top = ((int(ids[row]) + np.arange(count)) % self.vocab_size).astype(I32).tobytes()
-            encoded.append((row, encode(TokenLogprobs((logprob,), (top,), ((logprob,) * count,)))))
+        for row, first in enumerate(firsts.tolist()):
+            top = min(int(rows.params["logprobs"][first]), self.vocab_size)
+            if top < 0:
+                continue
+            gained = ids[first : first + (1 if counts is None else int(counts[row]))]
+            tops = ((gained[:, None] + np.arange(top)) % self.vocab_size).astype(I32)
+            found = TokenLogprobs(
+                chosen=(logprob,) * len(gained),
+                top_ids=tuple(line.tobytes() for line in tops),
+                top_logprobs=((logprob,) * top,) * len(gained),
+            )
+            encoded.append((row, encode(found)))
         return tuple(encoded)
+
+
+def _row_limits(plan: StepPlan, sampled: int) -> tuple[I32Array, npt.NDArray[np.int64]]:
+    """Tokens that each row of a result sampled, `sampled` in all, and which is its first."""
+    limits = column(plan.limits)
+    limits = np.concatenate([limits, np.ones(sampled - limits.sum(), np.int32)])
+    return limits, limits.cumsum() - limits
+
+
+def _is_gained(plan: StepPlan, counts: I32Array) -> npt.NDArray[np.bool_]:
+    """Whether each sampled token is among those that its row gains."""
+    sampled = int(column(plan.limits).sum()) + len(counts) - len(column(plan.limits))
+    limits, firsts = _row_limits(plan, sampled)
+    mask: npt.NDArray[np.bool_] = np.arange(sampled) - firsts.repeat(limits) < counts.repeat(limits)
+    return mask
 
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)

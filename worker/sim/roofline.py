@@ -25,6 +25,7 @@ class Gpu:
     memory: float  # bytes
     launch: float  # seconds a step beyond the arithmetic: graph launch, sampling, copy of the ids
     eos: float = 0.0  # probability that a token is the model's EOS
+    max_step_ids: float = 1.0  # ids that a decode row may gain in one step, as by speculation; how many is drawn
 
 
 # Share of the data sheet's peak that good decode and GEMM kernels reach in practice.
@@ -37,12 +38,14 @@ _PRESETS = {
     "h200": Gpu(4.8e12 * _BANDWIDTH_REACHED, 989e12 * _FLOPS_REACHED, 141e9, _LAUNCH),
     "h100": Gpu(3.35e12 * _BANDWIDTH_REACHED, 989e12 * _FLOPS_REACHED, 80e9, _LAUNCH),
 }
+_MOST_STEP_IDS = 64  # more than anybody verifies at once
 _FIELDS = tuple(Gpu.__dataclass_fields__)
 _NEEDED = ("bandwidth", "flops", "memory")
 
 
 def parse_gpu(device: str) -> Gpu:
-    """Read `sim:h200`, `sim:h100` or `sim:custom,bandwidth=1e12,flops=1e14,memory=24e9[,launch=2e-5][,eos=0.01]`.
+    """Read `sim:h200`, `sim:h100` or `sim:custom,bandwidth=1e12,flops=1e14,memory=24e9[,launch=2e-5][,eos=0.01]
+    [,max_step_ids=5]`.
 
     Numbers after a preset's name change that preset. Raises DeviceError.
     """
@@ -57,7 +60,8 @@ def parse_gpu(device: str) -> Gpu:
         except ValueError:
             raise DeviceError(f"--device {device}: {key} is {number!r}, not a number") from None
         lowest = 0.0 if key in ("launch", "eos") else 1.0
-        if not lowest <= values[key] < float("inf") or (key == "eos" and values[key] > 1.0):
+        whole = key != "max_step_ids" or values[key] in range(1, _MOST_STEP_IDS + 1)
+        if not lowest <= values[key] < float("inf") or (key == "eos" and values[key] > 1.0) or not whole:
             raise DeviceError(f"--device {device}: {key}={number} is out of range")
     if name == "custom":
         missing = [key for key in _NEEDED if key not in values]

@@ -23,7 +23,8 @@ class PageLists:
 class StepBatch:
     """Ragged rows packed along tokens, with paged KV metadata in FlashInfer's terms. Host arrays, int32.
 
-    T tokens, R rows, S sampled rows. Rows come in plan order: decode rows (one token each), then chunks.
+    T tokens, R rows, S sampled tokens. Rows come in plan order: decode rows (one token each, where the plan sets no
+    limits), then chunks. A decode row samples after each of its tokens, a chunk after its last one or not at all.
     The K/V of this step's tokens are part of the lengths: a backend writes them before it attends.
     """
 

@@ -1,4 +1,4 @@
-"""What is asked of each sampled row, whichever device draws its token."""
+"""What is asked of each sampled token, whichever device draws it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,9 +34,9 @@ def sampling_records(rows: Iterable[AdmitRow]) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """What is asked of each sampled row of a step. S rows."""
+    """What is asked of each sampled token of a step; a decode row with a limit has several. S tokens."""
 
     slots: I32Array  # [S]
     positions: I32Array  # [S] absolute position of the token that is drawn
     params: npt.NDArray[Any]  # [S] of SAMPLING
-    masked: list[tuple[int, I32Array]]  # (row, ids that it may not draw)
+    masked: list[tuple[int, I32Array]]  # (index along S, ids that may not be drawn there)

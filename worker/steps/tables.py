@@ -23,6 +23,7 @@ class SlotTables:
     `max_slots` is the number of slots, `num_pages` that of the KV pool's pages, each of `page_size` tokens. With
     `window_pages`, layers behind a `window` have pages of their own; `num_pages` 0: all layers are.
     `stride`: see `PageTable`.
+    `max_step_ids` is the highest limit of a decode row.
     `lists_pages`: whether batches list their rows' pages in `kv_indices` and their tokens' places in `kv_slots`. A
     device that keeps page tables of its own, up to date by `placed_pages`, makes both itself, and gets empty ones.
     """
@@ -38,9 +39,11 @@ class SlotTables:
         window: int = 0,
         window_pages: int = 0,
         stride: int = 1,
+        max_step_ids: int = 1,
         lists_pages: bool = True,
     ) -> None:
         self.page_size = page_size
+        self._max_step_ids = max_step_ids
         self.vocab_size = vocab_size
         # One page to spare: a row that has reached its end may hold the page of a token that never comes.
         width = -(-max_model_len // page_size) + 1
@@ -100,13 +103,16 @@ class SlotTables:
             for row in plan.admits:
                 self._admit(row)
             self._append(plan)
+            self._rewind(column(plan.rewinds).reshape(-1, 2))
             self._take_order(plan)
-            return self._mixed(column(plan.chunks).reshape(-1, 3)) if plan.chunks else self._decode()
+            if plan.limits or plan.chunks:
+                return self._mixed(self._limits(plan), column(plan.chunks).reshape(-1, 3))
+            return self._decode()
         except PlanError as error:
             raise PlanError(f"plan {plan.step} of epoch {plan.epoch}: {error}") from None
 
     def sampling_rows(self, batch: StepBatch) -> SamplingRows:
-        """Parameters of the sampled rows of the batch that was made last, in the order of `logit_tokens`."""
+        """Parameters of the sampled tokens of the batch that was made last, in the order of `logit_tokens`."""
         slots, params = self._sampled
         positions = batch.positions.take(batch.logit_tokens) + np.int32(1)
         stops = [
@@ -188,6 +194,20 @@ class SlotTables:
             raise PlanError(f"appends a page of cache group {group}, which this model does not have")
         return table
 
+    def _rewind(self, pairs: I32Array) -> None:
+        """Set back slots that gained fewer ids than their limit was, to the position that they compute next."""
+        if not len(pairs):
+            return
+        slots, positions = pairs[:, 0], pairs[:, 1]
+        self._check_slots(slots, "rewinds")
+        lengths = self._lengths.take(slots)
+        wrong = (positions < 0) | (positions >= lengths)
+        if wrong.any():
+            row = int(wrong.argmax())
+            raise PlanError(f"rewinds slot {slots[row]} to position {positions[row]}; it is at {lengths[row]}")
+        self._lengths[slots] = positions
+        self._steady = None
+
     def _take_order(self, plan: StepPlan) -> None:
         """Which slots decode, in row order."""
         if plan.decode_slots is None:
@@ -245,29 +265,41 @@ class SlotTables:
             before.logit_tokens,
         )
 
-    def _mixed(self, chunks: npt.NDArray[np.int32]) -> StepBatch:
-        """Decode rows and, behind them, chunks [n, 3] of slot, count and whether it samples."""
+    def _limits(self, plan: StepPlan) -> I32Array:
+        """Tokens that each decode row computes, and ids that it gains at most."""
+        if not plan.limits:
+            return np.ones(len(self._slots), np.int32)
+        limits = column(plan.limits)
+        if len(limits) != len(self._slots):
+            raise PlanError(f"sets {len(limits)} limits for {len(self._slots)} decode rows")
+        if outside(limits - np.int32(1), self._max_step_ids):
+            raise PlanError(f"sets limits of {limits.min()} to {limits.max()} ids; the most is {self._max_step_ids}")
+        return limits
+
+    def _mixed(self, limits: I32Array, chunks: npt.NDArray[np.int32]) -> StepBatch:
+        """Decode rows of so many tokens and, behind them, chunks [n, 3] of slot, count and whether it samples."""
         decodes = len(self._slots)
-        decoding = self._lengths.take(self._slots)
-        self._check_decode(self._slots, decoding)
+        self._check_decode(self._slots, self._lengths.take(self._slots) + limits - np.int32(1))
         if len(set(chunks[:, 0].tolist())) < len(chunks):
             raise PlanError("prefills a slot twice")
         slots = np.concatenate([self._slots, chunks[:, 0]])
-        token_ids = np.concatenate([np.zeros(decodes, np.int32), *[self._take_chunk(*c) for c in chunks.tolist()]])
-        qo_indptr = np.arange(len(slots) + 1, dtype=np.int32)
-        qo_indptr[decodes + 1 :] = decodes + chunks[:, 1].cumsum()
+        counts = np.concatenate([limits, chunks[:, 1]])
+        qo_indptr = np.zeros(len(slots) + 1, np.int32)
+        counts.cumsum(out=qo_indptr[1:])
+        decoded = np.zeros(int(qo_indptr[decodes]), np.int32)
+        token_ids = np.concatenate([decoded, *[self._take_chunk(*c) for c in chunks.tolist()]])
         # A token's position is its row's start and as many as stand before it in the row.
         starts: I32Array = self._lengths.take(slots)
-        counts = qo_indptr[1:] - qo_indptr[:-1]
         positions = np.arange(len(token_ids), dtype=np.int32)
         positions += (starts - qo_indptr[:-1]).repeat(counts)
-        sampled = np.concatenate([self._arange[:decodes], decodes + chunks[:, 2].nonzero()[0].astype(np.int32)])
-        self._sampled = slots.take(sampled), self._sampling.take(slots.take(sampled))
+        token_slots = slots.repeat(counts)
+        ends = qo_indptr[1 + decodes :].compress(chunks[:, 2]) - np.int32(1)
+        logit_tokens = np.concatenate([np.arange(len(decoded), dtype=np.int32), ends])
+        sampled = token_slots.take(logit_tokens)
+        self._sampled = sampled, self._sampling.take(sampled)
         self._lengths[slots] = starts + counts
         self._steady = None
-        return self._build(
-            slots, token_ids, positions, slots.repeat(counts), qo_indptr, qo_indptr.take(sampled + 1) - np.int32(1)
-        )
+        return self._build(slots, token_ids, positions, token_slots, qo_indptr, logit_tokens)
 
     def _build(
         self,
