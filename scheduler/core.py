@@ -8,7 +8,6 @@ what that plan depends on: everything else waits in `Outbound` for `outgoing`.
 import dataclasses
 from array import array
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -43,29 +42,10 @@ from scheduler.queue import Queues
 from scheduler.registry import Registry
 from scheduler.request import Request
 from scheduler.results import InFlight, Results, WorkerError
-from scheduler.rows import Rows, RowView
+from scheduler.rows import RowView
 from scheduler.running import Running
 
 _WINDOW_COUNTERS = ("window_pages_total", "window_pages_free", "window_pages_cached", "window_evictions")
-
-
-@dataclass(slots=True)
-class Decodes:
-    """What one step decodes."""
-
-    view: RowView
-    limits: I32Array | None  # ids that each row may gain; None: exactly one each
-    append_slots: I32Array  # a slot stands here once for each page that it gets
-    append_pages: I32Array
-
-    @property
-    def tokens(self) -> int:
-        return len(self.view) if self.limits is None else int(self.limits.sum())
-
-    def pause(self, rows: Rows) -> None:
-        """Decode nothing after all. The pages stay with their rows, which will need them."""
-        self.view = rows.view(self.view.slots[:0])
-        self.limits = None
 
 
 class Scheduler:
@@ -164,9 +144,8 @@ class Scheduler:
         self._lifecycle.expire(now)
         if self._running.window is not None:
             self._running.slide_prefills()
-        forced = self._force_preemption()
-        decodes, preempted = self._plan_decodes()
-        view = decodes.view
+        forced = self._options.debug_preempt_every > 0 and self._force_preemption()
+        view, limits, preempted = self._plan_decodes()
         chunks: dict[Request, int] = {}
         admits: list[AdmitRow] = []
         if self._running.prefills or self._queues:
@@ -174,14 +153,14 @@ class Scheduler:
             may_admit = not (forced or preempted) or not (len(view) or self._flight)
             # Without chunked prefill a prompt may need the whole step: then decodes pause for one.
             paused = self._prefill.cramped and may_admit
-            budget = self._budget if paused else self._budget - decodes.tokens
+            budget = self._budget if paused else self._budget - (len(view) if limits is None else int(limits.sum()))
             share = self._prefill.share(budget, self._step, may_admit, now)
             chunks, admits = share.chunks, share.admits
             if paused and chunks:
-                decodes.pause(self._running.rows)
-        if not len(decodes.view) and not chunks:
+                view, limits = self._running.rows.view(view.slots[:0]), None
+        if not len(view) and not chunks:
             return self._plan_with_fewer(now) if self._running.prefills and not self._flight else None
-        plan = self._issue(decodes, chunks, admits)
+        plan = self._issue(view, limits, chunks, admits)
         if len(self._flight) == 1:
             self._pacer.started(self._flight[0].prefill_tokens, now)
         return plan
@@ -279,13 +258,13 @@ class Scheduler:
 
     # ---------------------------------------------------------------- plan: decode rows
 
-    def _plan_decodes(self) -> tuple[Decodes, bool]:
-        """Rows to decode, and whether some had to be preempted for it."""
+    def _plan_decodes(self) -> tuple[RowView, I32Array | None, bool]:
+        """Rows to decode, ids that each may gain (None: one), and whether others had to be preempted for it."""
         running, preempted = self._running, False
         while True:
             view = running.decodable_view()
             # Half of a step is left to prefills.
-            limits = running.step_limits(view, self._budget // 2)
+            limits = running.step_limits(view, self._budget // 2) if running.speculation else None
             needy = running.lacking_pages(view, limits)
             if needy.size > running.available and limits is not None:
                 # Speculation takes no page from anybody.
@@ -301,14 +280,15 @@ class Scheduler:
                 break
             self._lifecycle.preempt(victim)
             preempted = True
-        pages = running.append_pages(needy) if needy.size else needy
-        return Decodes(view, limits, needy, pages), preempted
+        if needy.size:
+            running.append_pages(needy)
+        return view, limits, preempted
 
     def _force_preemption(self) -> bool:
         """For debugging: every so many steps some eligible row must go, one slot after another."""
         every = self._options.debug_preempt_every
         step = self._step + 1
-        if not every or step % every or self._forced_at == step:
+        if step % every or self._forced_at == step:
             return False
         self._forced_at = step
         eligible = self._running.preemptible()
@@ -323,16 +303,15 @@ class Scheduler:
 
     def _issue(
         self,
-        decodes: Decodes,
+        view: RowView,
+        limits: I32Array | None,
         chunks: dict[Request, int],
         admits: list[AdmitRow],
     ) -> StepPlan:
         """Account the step as planned and write it down."""
-        running, view, limits = self._running, decodes.view, decodes.limits
-        appended = decodes.append_slots.tobytes(), decodes.append_pages.tobytes(), b""
-        if running.window is not None:
-            appended = running.window.appends(decodes.append_slots, decodes.append_pages)
-        rewinds = running.rows.take_rewinds(view)
+        running = self._running
+        append_slots, append_pages, append_groups = running.take_appended()
+        rewinds = running.rows.take_rewinds(view) if running.speculation else b""
         decode_slots = None if view.version == self._sent_version else view.slots.tobytes()
         self._sent_version = view.version
         if len(view):
@@ -347,9 +326,9 @@ class Scheduler:
             previous=self._step - 1,
             released=running.take_released(),
             admits=tuple(admits),
-            append_slots=appended[0],
-            append_pages=appended[1],
-            append_groups=appended[2],
+            append_slots=append_slots,
+            append_pages=append_pages,
+            append_groups=append_groups,
             rewinds=rewinds,
             decode_slots=decode_slots,
             limits=b"" if limits is None else limits.tobytes(),

@@ -126,7 +126,8 @@ class Results:
         rows.identify(view)
         positions = rows.outputs.append_ids(view.index, view.version, ids)
         out = StepRows(flight.step, view, positions - view.prompt_lens, ids)
-        self._note_extras(out, flight, keep, result, now)
+        if flight.firsts or result.logprobs:
+            self._note_extras(out, flight, keep, result, now)
         full = positions + 1 >= view.max_lens
         maybe = (full | self._lifecycle.stops.watched.take(ids)).nonzero()[0]
         if maybe.size:

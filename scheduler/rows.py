@@ -90,7 +90,6 @@ class Rows:
         self.room = np.zeros(capacity, np.int32)  # tokens that the row's pages hold
         self.limits = np.zeros(capacity, np.int32)  # ids that a step may give the row at most
         self._rewound = np.zeros(capacity, np.bool_)  # gained fewer ids than the worker assumes
-        self._any_rewound = False
         self.outputs = Outputs(capacity, max_pages * page_size)
         self.pages = np.zeros((capacity, max_pages), I32)
         self._flat_pages = self.pages.reshape(-1)
@@ -189,13 +188,15 @@ class Rows:
         lacking: I32Array = view.slots.repeat(np.maximum(-(-beyond // self.page_size), 0))
         return lacking
 
-    def append_pages(self, slots: I32Array, pages: I32Array, ranks: I32Array | int) -> None:
-        """One more page for each of these rows; `ranks`: how many of it the same slot gets before."""
+    def append_pages(self, slots: I32Array, pages: I32Array, ranks: I32Array | None) -> None:
+        """One more page for each of these rows; `ranks`: how many the same slot gets before it, where not none."""
         index = slots.astype(np.intp)
-        end = self.room.take(index) // self.page_size + ranks
-        self._flat_pages[index * self.pages.shape[1] + end] = pages
+        room = self.room.take(index)
+        if ranks is not None:
+            room += ranks * self.page_size
+        self._flat_pages[index * self.pages.shape[1] + room // self.page_size] = pages
         # Of equal slots the last one has the highest rank, and numpy assigns in order.
-        self.room[index] = (end + 1) * self.page_size
+        self.room[index] = room + self.page_size
 
     def in_flight(self, view: RowView) -> I32Array:
         """Ids that each row may yet gain from steps in flight."""
@@ -221,15 +222,11 @@ class Rows:
         index = view.index.compress(speculative)
         self.planned[index] = self.outputs.known.take(index) - 1
         self._rewound[index] = (counts < limits).compress(speculative)
-        self._any_rewound = True
 
     def take_rewinds(self, view: RowView) -> bytes:
         """Slots of this view whose place the worker must be told, with the position that they compute next (int32)."""
-        if not self._any_rewound:
-            return b""
         index = view.index.compress(self._rewound.take(view.index))
         self._rewound[index] = False
-        self._any_rewound = bool(self._rewound.any())
         return np.stack([index, self.planned.take(index)], axis=1).astype(I32).tobytes()
 
     def decoded(self, view: RowView) -> I32Array:

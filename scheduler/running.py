@@ -30,10 +30,11 @@ class Running:
         self.tree = PrefixTree(self.pool, prefix_caching)
         max_pages = self.pool.pages_of(facts.max_model_len)
         self.rows = Rows(capacity, max_pages, facts.page_size, facts.max_step_ids)
-        self._speculation = facts.max_step_ids > 1
+        self.speculation = facts.max_step_ids > 1  # whether rows may gain several ids in a step
         self.prefills: list[Request] = []  # with ids still to be planned, in order of admission
         self.committed = 0  # pages that all rows are expected to hold at their ends, shared ones counted often
         self._released: list[int] = []
+        self._appended: list[tuple[I32Array, I32Array]] = []  # slots and pages of group 0
         self._order = np.zeros(0, np.int32)
         self._decoding = np.zeros(capacity, np.bool_)
         self._decoding_cells = self._decoding.data
@@ -186,26 +187,23 @@ class Running:
 
     # ---------------------------------------------------------------- decode
 
-    def _decode_view(self) -> RowView:
-        """Rows to decode, in order; the view keeps its version as long as they are the same."""
-        if self._view is None:
+    def decodable_view(self) -> RowView:
+        """Rows that can decode in the next step, in order; the view keeps its version as long as they are the same."""
+        view = self._view
+        if view is None:
             self._order = order = self._order.compress(self._decoding.take(self._order))
             if self.window is not None:  # rows that come from prefill hold what their last chunk saw
                 self.window.slide(order, self.rows)
-            self._view = self.rows.view(order)
-            self._order_version = self._view.version
-        return self._view
+            self._view = view = self.rows.view(order)
+            self._order_version = view.version
+        return self._without_unsettled(view) if self.speculation else view
 
-    def decodable_view(self) -> RowView:
-        """Rows that can decode in the next step, in order: all that decode, but for speculative ones whose place is not
-        known yet.
+    def _without_unsettled(self, view: RowView) -> RowView:
+        """Leave out the speculative rows that have steps in flight.
 
-        Speculative rows run together, as soon as none of them is in a step: in two groups by turns, each would wait for
-        the other's steps.
+        Those without run together, as soon as none is in a step: in two groups by turns, each would wait for the
+        other's steps.
         """
-        view = self._decode_view()
-        if not self._speculation or not len(view):
-            return view
         speculative = self.rows.limits.take(view.index) > 1
         in_flight = self.rows.in_flight(view)
         ready = ~speculative
@@ -218,7 +216,7 @@ class Running:
 
     def step_limits(self, view: RowView, most: int) -> I32Array | None:
         """Ids that each row may gain in the next step, `most` in all unless it is one each; None: exactly one each."""
-        if not self._speculation or not len(view):
+        if not len(view):
             return None
         limits = np.minimum(self.rows.step_limits(view), max(most // len(view), 1))
         return limits if (limits > 1).any() else None
@@ -232,13 +230,27 @@ class Running:
             self.window.slide(lacking if limits is None else np.unique(lacking), rows)
         return lacking
 
-    def append_pages(self, slots: I32Array) -> I32Array:
+    def append_pages(self, slots: I32Array) -> None:
+        """One more page for each of these rows, or several where one stands here several times."""
         pages = column(self.tree.allocate(len(slots)))
-        ranks = rank_among_equals(slots) if self._speculation else 0
+        ranks = rank_among_equals(slots) if self.speculation else None
         self.rows.append_pages(slots, pages, ranks)
         if self.window is not None:
             self.window.append_pages(slots, pages, ranks)
-        return pages
+        if self.window is None or not self.window.imaginary:
+            self._appended.append((slots, pages))
+
+    def take_appended(self) -> tuple[bytes, bytes, bytes]:
+        """Slots, pages and cache groups of the pages that rows got since the last plan, as they travel."""
+        if self.window is not None:
+            taken = self.window.appends(self._appended)
+        elif self._appended:
+            ((slots, pages),) = self._appended
+            taken = slots.tobytes(), pages.tobytes(), b""
+        else:
+            return b"", b"", b""
+        self._appended.clear()
+        return taken
 
     def stall(self, view: RowView, needy: I32Array) -> tuple[RowView, I32Array]:
         """Leave out the rows that get no page in this step."""

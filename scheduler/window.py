@@ -59,8 +59,7 @@ class Window:
         self._tables = np.zeros((capacity, max_pages), I32)  # from page number 0 on; what is behind the window is stale
         self.first = np.zeros(capacity, np.int32)  # page numbers first..end are held
         self.end = np.zeros(capacity, np.int32)
-        self._new_slots: list[I32Array] = []  # of pages that the next plan is to append
-        self._new_pages: list[I32Array] = []
+        self._appended: list[tuple[I32Array, I32Array]] = []  # slots and pages that the next plan is to name
 
     def _full_pool(self, facts: WorkerFacts, capacity: int, max_pages: int) -> WindowedPool:
         """Imaginary pages suffice for the longest rows that can hold all of group 1, and as much for what is cached, up
@@ -131,19 +130,17 @@ class Window:
             self._place(table[end : end + more], pages)
             self._tables[slot, end : end + more] = pages
             self.end[slot] = end = end + more
-            self._new_slots.append(np.full(more, slot, np.int32))
-            self._new_pages.append(pages)
+            self._appended.append((np.full(more, slot, np.int32), pages))
         return min(tokens, end * self.pool.page_size - done)
 
-    def append_pages(self, slots: I32Array, full: I32Array, ranks: I32Array | int) -> None:
+    def append_pages(self, slots: I32Array, full: I32Array, ranks: I32Array | None) -> None:
         """One more page for each of these rows, beside these of group 0; `ranks` as in `Rows.append_pages`."""
         pages = self._allocate(slots.size)
         self._place(full, pages)
-        end = self.end[slots] + ranks
+        end = self.end[slots] if ranks is None else self.end[slots] + ranks
         self._tables[slots, end] = pages
         self.end[slots] = end + 1
-        self._new_slots.append(slots)
-        self._new_pages.append(pages)
+        self._appended.append((slots, pages))
 
     def slide(self, slots: I32Array, rows: "Rows") -> None:
         """Let go of what these rows have behind their windows, as seen by the next plan. Once a plan, before its pages.
@@ -162,15 +159,15 @@ class Window:
         index = np.array(slots, np.int32)
         self._drop(index, self.end[index], sliding=False)
 
-    def appends(self, slots: I32Array, pages: I32Array) -> tuple[bytes, bytes, bytes]:
+    def appends(self, full: list[tuple[I32Array, I32Array]]) -> tuple[bytes, bytes, bytes]:
         """Slots, pages and groups of all pages that the plan appends, given those of group 0."""
-        own = 0 if self.imaginary else slots.size
-        all_slots = np.concatenate([slots[:own], *self._new_slots])
-        all_pages = np.concatenate([pages[:own], *self._new_pages])
-        self._new_slots.clear()
-        self._new_pages.clear()
+        appended = full + self._appended
+        self._appended.clear()
+        if not appended:
+            return b"", b"", b""
+        all_slots, all_pages = (np.concatenate(columns) for columns in zip(*appended, strict=True))
         groups = np.ones(all_slots.size, U8)
-        groups[:own] = 0
+        groups[: sum(slots.size for slots, _ in full)] = 0
         return all_slots.astype(I32).tobytes(), all_pages.astype(I32).tobytes(), groups.tobytes()
 
     # ---------------------------------------------------------------- owners

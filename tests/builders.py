@@ -174,13 +174,4 @@ def make_row(
 
 def make_plan(step: int = 1, **changes: Any) -> StepPlan:
     """A plan of epoch 1 that follows the one before and does nothing but what `changes` say."""
-    values: dict[str, Any] = {
-        "released": b"",
-        "admits": (),
-        "append_slots": b"",
-        "append_pages": b"",
-        "append_groups": b"",
-        "decode_slots": None,
-        "chunks": b"",
-    }
-    return StepPlan(epoch=1, step=step, previous=step - 1, **(values | changes))
+    return StepPlan(epoch=1, step=step, previous=step - 1, **changes)

@@ -6,7 +6,6 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 import pytest
 
 from detokenizer_proc.detokenizer import Detokenizer
@@ -16,9 +15,8 @@ from proto.messages import Admit, Deltas, Emit, Finish, Opening, Sampling, StepP
 from proto.model import ModelConfig
 from scheduler.core import Scheduler
 from scheduler.results import WorkerError
-from tests.scheduler_fakes import Ring, expected_output, make_abort, make_admit, make_facts, make_options, rid_of
-from tests.test_worker_runner import MODEL
-from tests.test_worker_runner import make_options as make_worker_options
+from tests.builders import i32, make_facts, make_model, make_scheduler_options, make_worker_options
+from tests.scheduler_fakes import Ring, expected_output, make_abort, make_admit, rid_of
 from tests.tiny_tokenizers import byte_level
 from worker.loop import facts_of
 from worker.sim.device import SimulatedDevice
@@ -27,7 +25,7 @@ from worker.sim.device import SimulatedDevice
 
 
 def speculative_ring(depth: int = 3, step_ids: int = 5, **facts: object) -> Ring:
-    ring = Ring(make_options(pipeline_depth=depth), make_facts(max_step_ids=step_ids, **facts))
+    ring = Ring(make_scheduler_options(pipeline_depth=depth), make_facts(max_step_ids=step_ids, **facts))
     ring.keep_plans = True
     return ring
 
@@ -96,7 +94,7 @@ def test_plans_say_a_rows_place_only_where_it_gained_less_than_its_limit() -> No
 
 
 def test_limits_end_with_the_row_and_leave_half_of_a_step_to_prefills() -> None:
-    options = make_options(max_num_batched_tokens=24, max_num_seqs=4)
+    options = make_scheduler_options(max_num_batched_tokens=24, max_num_seqs=4)
     ring = Ring(options, make_facts(max_step_ids=50, num_pages=200))
     ring.keep_plans = True
     admits = [make_admit(rid_of(n), [n] * 40, 25) for n in range(1, 4)]
@@ -142,9 +140,7 @@ def test_counts_that_do_not_fit_the_plan_are_refused(counts: list[int], ids: int
     ring.send(make_admit(rid_of(1), [5, 6, 7], 60))
     ring.turn()
     assert ring.plan()
-    result = msgspec.structs.replace(
-        ring.worker.results.popleft(), ids=bytes(4 * ids), counts=np.array(counts, np.int32).tobytes()
-    )
+    result = msgspec.structs.replace(ring.worker.results.popleft(), ids=bytes(4 * ids), counts=i32(*counts))
     with pytest.raises(WorkerError, match=text):
         ring.send(result)
 
@@ -161,7 +157,7 @@ def test_a_plain_row_gains_exactly_one() -> None:
 # --------------------------------------------------------------------------- the ring
 
 STEP_NS = 1_000_000
-TEXT_MODEL: ModelConfig = msgspec.structs.replace(MODEL, vocab_size=600, max_position_embeddings=200, num_layers=2)
+TEXT_MODEL = make_model(vocab_size=600, max_position_embeddings=200, num_layers=2)
 
 
 @dataclass
@@ -204,7 +200,7 @@ def wishes(seed: int, count: int = 24) -> list[Wish]:
             rid=rid,
             attempt=1,
             prompt_tokens=len(prompt),
-            prompt_tail=np.array(prompt[-16:], np.int32).tobytes(),
+            prompt_tail=i32(*prompt[-16:]),
             stop_strings=stops,
             logprobs=logprobs,
         )
@@ -229,7 +225,7 @@ class TextRing:
         )
         self.device = SimulatedDevice(options, clock_ns=lambda: self.now)
         self.scheduler = Scheduler(
-            make_options(pipeline_depth=depth, max_num_batched_tokens=48, debug_preempt_every=preempt_every),
+            make_scheduler_options(pipeline_depth=depth, max_num_batched_tokens=48, debug_preempt_every=preempt_every),
             facts_of(self.device, options),
             epoch=1,
         )

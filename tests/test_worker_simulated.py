@@ -271,7 +271,7 @@ def test_a_row_with_a_limit_gains_ids_of_the_same_text_and_logprobs_of_each() ->
     """0 to 5 of them, and one where it is asked for no more."""
     wanted = generate(Bench(), [8], prompt=1, count=31)[0]
     bench = Bench("sim:h200,max_step_ids=5")
-    row = make_admit(0, [1], list(range(8)))
+    row = make_row(0, [1], list(range(8)))
     sampling = msgspec.structs.replace(row.sampling, seed=8, temperature=1.0, logprobs=1)
     bench.launch(admits=(msgspec.structs.replace(row, sampling=sampling),), chunks=i32(0, 1, 1))
     got, gains, fields = wanted[:1], [], {"decode_slots": i32(0)}
