@@ -269,7 +269,8 @@ class TextRing:
     def _tell(self) -> None:
         for *_, message in self.scheduler.outgoing():
             assert isinstance(message, Emit), message
-            for deltas in self.detokenizer.on_emit(message).values():
+            for _, deltas in self.detokenizer.on_emit(message):
+                assert isinstance(deltas, Deltas)
                 self._hear(deltas)
 
     def _hear(self, deltas: Deltas) -> None:
