@@ -113,7 +113,6 @@ class ServeConfig:
         only(1, "data parallelism"),
         "N",
         default=1,
-        supervisor=True,
     )
 
     host: str = flag(

@@ -64,7 +64,13 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     enforce_eager: bool = False  # cuda: no CUDA graphs
     kv_cache_dtype: str = "auto"  # cuda: of K and V in memory, "auto" (as `dtype`) or "fp8_e4m3"
     deterministic: bool = False  # cuda: logits do not depend on the batch; elsewhere they never do
-    tensor_parallel_size: int = 1  # ranks that share the model; this one's is in the stage's address
+    tensor_parallel_size: int = 1  # ranks that share a replica's model
+    data_parallel_size: int = 1  # replicas
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes of all replicas: they divide this machine's cores, memory and GPUs."""
+        return self.data_parallel_size * self.tensor_parallel_size
 
 
 Options = ServerOptions | TokenizerOptions | DetokenizerOptions | SchedulerOptions | WorkerOptions

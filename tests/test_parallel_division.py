@@ -213,7 +213,9 @@ def test_ranks_share_the_machines_memory(tmp_path: Path, monkeypatch: pytest.Mon
     options = worker_options(prepare(str(make_tiny(tmp_path, "llama"))), num_pages=None, max_num_seqs=10_000)
     alone = size_pool(options, bytes_per_token=1024)
     half = size_pool(msgspec.structs.replace(options, tensor_parallel_size=2), bytes_per_token=1024)
+    quarter = msgspec.structs.replace(options, tensor_parallel_size=2, data_parallel_size=2)
     assert (alone.num_pages, half.num_pages) == (2048, 1024)
+    assert size_pool(quarter, bytes_per_token=1024).num_pages == 512
 
 
 @pytest.mark.parametrize("asked", [{"num_pages": 10**12}, {"num_pages": None, "kv_bytes": 10**15}], ids=str)

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 from engine.models import prepare
 from proto.config import WorkerOptions
+from proto.ids import Address, StageKind
 from scripts.gpu import ranks as kit
 from scripts.gpu import speed
 from tests import parallel_gpus, parallel_ranks
@@ -24,12 +27,14 @@ from tests.parallel_ranks import Ranks
 from tests.test_cuda_device import silent
 from tests.test_cuda_families import SIZES, script
 from tests.tiny_models import make_tiny
+from worker.cuda import group
 from worker.cuda.group import DeviceGroup, Nccl
 from worker.cuda.load import require_cuda
 from worker.cuda.start import start
 from worker.device import DeviceError
 from worker.ranks.distributed import add_in_order
 from worker.ranks.group import ALONE, Group, PeerLostError
+from worker.start import _join_gpus
 
 LAYERS, HIDDEN = 3, 96  # of tiny models
 
@@ -198,10 +203,10 @@ def test_sums_under_the_law_are_rounded_once() -> None:
     assert ((parts[0] + parts[1]) + parts[2]).item() == 1
 
 
-def test_every_rank_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_worker_needs_a_gpu() -> None:
     with simulate():
         require_cuda(1)
-        with pytest.raises(DeviceError, match=r"^--tensor-parallel-size 2: every rank needs .* and 1 can be seen"):
+        with pytest.raises(DeviceError, match=r"^2 workers .* need a GPU each, and 1 can be seen"):
             require_cuda(2)
 
 
@@ -209,3 +214,24 @@ def test_alibi_is_refused_as_kernels_would_take_the_slopes_of_other_heads(tmp_pa
     options = options_of(make_tiny(tmp_path, "bloom"), device="cuda")
     with simulate(), pytest.raises(DeviceError, match=r"--tensor-parallel-size 2: .* ALiBi on one rank only"):
         start(options, silent, Group(1, 2))
+
+
+@pytest.mark.parametrize(("size", "gpus"), [(1, [0, 1]), (2, [0, 1, 2, 3])])
+def test_each_worker_of_each_replica_takes_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, size: int, gpus: list[int]
+) -> None:
+    taken: list[tuple[int, int]] = []
+    joined: list[tuple[int, Path]] = []
+    monkeypatch.setattr(group, "take_gpu", lambda number, workers: taken.append((number, workers)))
+    monkeypatch.setattr(
+        group, "join_gpus", lambda rank, _size, place, _gpu, deterministic: joined.append((rank, place))
+    )
+    options = SimpleNamespace(tensor_parallel_size=size, num_workers=2 * size, deterministic=False)
+    for replica, rank in product(range(2), range(size)):
+        config = SimpleNamespace(run_dir="/run")
+        stage: Any = SimpleNamespace(address=Address(StageKind.WORKER, replica, rank), config=config)
+        unchecked: Any = options
+        _join_gpus(stage, unchecked)
+    assert taken == [(number, len(gpus)) for number in gpus]
+    met = [(0, "ranks-0"), (1, "ranks-0"), (0, "ranks-1"), (1, "ranks-1")]
+    assert joined == ([] if size == 1 else [(rank, Path("/run", name)) for rank, name in met])

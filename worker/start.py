@@ -66,7 +66,7 @@ def _device(stage: Stage, options: WorkerOptions) -> Device:
     if options.device == "cuda":
         from worker.cuda.start import start
 
-        return start(options, progress, _join_gpus(stage, options) if size > 1 else ALONE)
+        return start(options, progress, _join_gpus(stage, options))
 
     from worker.cpu.device import Runner
     from worker.cpu.load import TorchForward
@@ -88,11 +88,14 @@ def _join(stage: Stage, size: int) -> Group:
 
 
 def _join_gpus(stage: Stage, options: WorkerOptions) -> Group:
-    """As `_join`, each with a GPU of its own. Raises DeviceError too."""
-    from worker.cuda.group import join_gpus
+    """Take a GPU, and meet the other ranks if there are any. Raises DeviceError, PeerLostError."""
+    from worker.cuda.group import join_gpus, take_gpu
 
-    rank, size = stage.address.rank, options.tensor_parallel_size
-    return join_gpus(rank, size, _rendezvous(stage), deterministic=options.deterministic)
+    replica, rank, size = stage.address.replica, stage.address.rank, options.tensor_parallel_size
+    gpu = take_gpu(replica * size + rank, options.num_workers)
+    if size == 1:
+        return ALONE
+    return join_gpus(rank, size, _rendezvous(stage), gpu, deterministic=options.deterministic)
 
 
 def _rendezvous(stage: Stage) -> Path:

@@ -20,7 +20,7 @@ from scripts.gpu import speed
 from tests.flashinfer_cases import Place, config
 from worker.cuda import load
 from worker.cuda.device import CudaDevice
-from worker.cuda.group import join_gpus
+from worker.cuda.group import join_gpus, take_gpu
 from worker.ranks.group import ALONE, Group
 
 RANKS = 2
@@ -132,6 +132,7 @@ def _receive(rank: int, pipe: Connection) -> Any:
 
 
 def _rank(rank: int, rendezvous: Path, task: Task, deterministic: bool, pipe: Connection) -> None:
-    pipe.send(task(join_gpus(rank, RANKS, rendezvous, deterministic=deterministic)))
+    group = join_gpus(rank, RANKS, rendezvous, take_gpu(rank, RANKS), deterministic=deterministic)
+    pipe.send(task(group))
     pipe.close()
     os._exit(0)  # what NCCL would say of a group that nobody took apart

@@ -69,7 +69,7 @@ class TorchForward:
         config = options.manifest.config
         family = _family(options.manifest)
         dtype = resolve_dtype(options.dtype, config.dtype)
-        cores = max(len(os.sched_getaffinity(0)) // group.size, 1)
+        cores = max(len(os.sched_getaffinity(0)) // (group.size * options.data_parallel_size), 1)
         threads = min(options.threads or cores, numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
         torch.set_num_threads(threads)
         local = group.shape(config)

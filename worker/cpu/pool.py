@@ -25,14 +25,14 @@ def size_pool(options: WorkerOptions, bytes_per_token: int) -> PoolSize:
     """Pages by `num_pages`, else by `kv_bytes`, else by memory; divided between layers as `proto.cache` says.
 
     By memory: `gpu_memory_utilization` of what is available now, but no more than DEFAULT_BYTES (unless one
-    sequence of max_model_len needs more) nor than max_num_seqs such sequences could fill. Ranks are on one machine
-    and share its memory; `bytes_per_token` is what one rank holds. Raises LoadError when not even one page fits, or
-    when more is asked for than there is.
+    sequence of max_model_len needs more) nor than max_num_seqs such sequences could fill. All workers are on one
+    machine and share its memory; `bytes_per_token` is what one rank holds. Raises LoadError when not even one page
+    fits, or when more is asked for than there is.
     """
     config = options.manifest.config
     wanted_len = options.max_model_len or config.max_position_embeddings
     groups = CacheGroups.of(config, options.page_size, bytes_per_token, wanted_len)
-    memory = available_memory() // options.tensor_parallel_size
+    memory = available_memory() // options.num_workers
     if options.num_pages is not None:
         pages, why = groups.beside(options.num_pages), f"num_pages = {options.num_pages}"
     elif options.kv_bytes is not None:
@@ -40,7 +40,7 @@ def size_pool(options: WorkerOptions, bytes_per_token: int) -> PoolSize:
     else:
         available = int(memory * options.gpu_memory_utilization)
         sequence = groups.pages(wanted_len)
-        cap = max(DEFAULT_BYTES // options.tensor_parallel_size, groups.bytes(*groups.beside(max(sequence))))
+        cap = max(DEFAULT_BYTES // options.num_workers, groups.bytes(*groups.beside(max(sequence))))
         pages = groups.divide(min(available, cap))
         chunk = -(-options.max_num_batched_tokens // options.page_size) if groups.window else 0
         pages = (

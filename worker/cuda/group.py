@@ -15,12 +15,17 @@ from worker.ranks.group import Group, PeerLostError
 T = TypeVar("T")
 
 
-def join_gpus(rank: int, size: int, rendezvous: Path, *, deterministic: bool) -> Group:
-    """Take the GPU of this rank's number for this thread, and meet the others. Raises DeviceError, PeerLostError."""
-    require_cuda(size)
-    torch.cuda.set_device(rank)
-    host = DistributedGroup(rank, size, rendezvous, torch.device("cuda", rank))
+def join_gpus(rank: int, size: int, rendezvous: Path, gpu: torch.device, *, deterministic: bool) -> Group:
+    """Meet the other ranks, each of which has taken a GPU. Raises PeerLostError."""
+    host = DistributedGroup(rank, size, rendezvous, gpu)
     return DeviceGroup(host, Nccl(size), deterministic=deterministic)
+
+
+def take_gpu(number: int, workers: int) -> torch.device:
+    """Make a GPU this thread's own, one of those that so many workers need. Raises DeviceError."""
+    require_cuda(workers)
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
 
 
 class Collectives(Protocol):

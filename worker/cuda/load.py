@@ -17,15 +17,15 @@ from worker.ranks.group import Group
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def require_cuda(ranks: int = 1) -> None:
-    """Raises DeviceError, naming what this machine lacks to give each of so many ranks a GPU."""
+def require_cuda(workers: int = 1) -> None:
+    """Raises DeviceError, naming what this machine lacks to give each of so many workers a GPU."""
     if not torch.cuda.is_available():
         lack = "this torch was built for CPUs only" if torch.version.cuda is None else "no GPU or no driver for it"
         raise DeviceError(f"--device cuda: {lack}; `quintet doctor` lists what is missing")
-    if (gpus := torch.cuda.device_count()) < ranks:
+    if (gpus := torch.cuda.device_count()) < workers:
         raise DeviceError(
-            f"--tensor-parallel-size {ranks}: every rank needs a GPU of its own, and {gpus} can be seen here "
-            "(CUDA_VISIBLE_DEVICES hides others)"
+            f"{workers} workers (--tensor-parallel-size times --data-parallel-size) need a GPU each, and {gpus} can be "
+            "seen here (CUDA_VISIBLE_DEVICES hides others)"
         )
 
 
