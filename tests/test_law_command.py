@@ -18,16 +18,17 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("demo_manifest")
 def test_the_law_holds_for_the_demo_model(tmp_path: Path) -> None:
-    """Both dtypes; one prompt shorter than a page, one longer than a KV block."""
+    """Both dtypes; prompts shorter than a page and longer than a KV block, a chat and code."""
     prompts = tmp_path / "prompts"
-    prompts.write_text(f"The sky is\n{'red green blue ' * 24}\n")
-    command = [sys.executable, "scripts/check_law.py", "--prompts", str(prompts), "--tokens", "6", "--page-size", "4"]
+    chat = "<|im_start|>user Write a haiku about the sea.<|im_end|>"
+    prompts.write_text(f"The sky is\n{'red green blue ' * 24}\n{chat}\nThe capital of France is\ndef fibonacci(n):\n")
+    command = [sys.executable, "scripts/check_law.py", "--prompts", str(prompts), "--tokens", "12", "--page-size", "4"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1] == "the law holds"
-    assert sum("12/12 bitwise equal" in line for line in lines) == 18
-    assert sum("2/2 sequences equal" in line for line in lines) == 1
+    assert sum("60/60 bitwise equal" in line for line in lines) == 18
+    assert sum("5/5 sequences equal" in line for line in lines) == 1
 
 
 def make_story(tokens: list[int], digests: dict[int, list[bytes]]) -> Story:

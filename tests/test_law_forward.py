@@ -6,17 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.models import prepare
-from proto.model import ModelManifest
 from tests.layer_cases import Player, load, prompt
 from tests.tiny_models import make_tiny
 from worker.cpu.load import TorchForward
 from worker.cpu.self_test import check_law
-from worker.loader.gguf_checkpoint import GgufCheckpoint
-from worker.models.llama import GGUF_NAMES, HUGGING_FACE_NAMES
 from worker.steps.batch import I32Array
 from worker.steps.prompts import LawError
 
@@ -161,78 +156,3 @@ def test_the_start_up_check_finds_a_breach(tmp_path: Path) -> None:
     model.norm = lambda x: norm(x) * (1 + 1e-6 * x.shape[0])
     with pytest.raises(LawError, match="in one batch"):
         check_law(forward)
-
-
-# --------------------------------------------------------------------------- the demo model
-
-
-@pytest.mark.slow
-@pytest.mark.model
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_demo_model(demo_manifest: ModelManifest, dtype: str) -> None:
-    forward = load(demo_manifest, dtype=dtype, threads=2, max_model_len=512)
-    assert_law(forward, [76, 22], [70, 18])
-
-
-PROMPTS = [
-    "The capital of France is",
-    "<|im_start|>user\nWrite a haiku about the sea.<|im_end|>\n<|im_start|>assistant\n",
-    "def fibonacci(n):\n    ",
-]
-NEW_TOKENS = 24
-
-
-def transformers_model(manifest: ModelManifest) -> Any:
-    """transformers' Llama with the file's weights. (It reads GGUF itself only with yet another package.)"""
-    config, rope = manifest.config, manifest.config.rope
-    model: Any = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": rope.type, "rope_theta": rope.theta},
-            tie_word_embeddings=config.tie_word_embeddings,
-            eos_token_id=None,
-        )
-    )
-    checkpoint = GgufCheckpoint(manifest.weight_files, config.num_heads, config.num_kv_heads)
-    tied = ["lm_head.weight"] if config.tie_word_embeddings else []
-    weights = {}
-    for ours, theirs in HUGGING_FACE_NAMES.items():
-        for layer in range(config.num_layers if "{}" in ours else 1):
-            if (source := GGUF_NAMES[ours].format(layer)) in checkpoint.tensors:
-                weights[theirs.format(layer)] = checkpoint.read(source)
-    loaded = model.load_state_dict(weights, strict=False)
-    assert loaded.missing_keys == tied
-    assert not loaded.unexpected_keys
-    return model.eval()
-
-
-@pytest.mark.slow
-@pytest.mark.model
-def test_demo_model_equals_transformers(demo_manifest: ModelManifest) -> None:
-    """Teacher-forced |Δlogit| ≤ 5e-4, and the same greedy choice wherever the reference is not torn."""
-    model = transformers_model(demo_manifest)
-    forward = load(demo_manifest, dtype="float32", threads=2, max_model_len=512)
-    tokenizer = Tokenizer.from_file(demo_manifest.tokenizer_json)
-    player = Player(forward, len(PROMPTS), 128)
-    for sequence, text in enumerate(PROMPTS):
-        ids = torch.tensor([tokenizer.encode(text).ids])
-        with torch.no_grad():
-            whole = model.generate(ids, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
-            expected = model(whole).logits[0, ids.shape[1] - 1 : -1]
-        history = whole[0, :-1].numpy().astype(np.int32)
-        length = ids.shape[1]
-        rows = [player.run({sequence: (history[:length], 0)})]
-        rows += [player.run({sequence: (history[i : i + 1], i)}) for i in range(length, len(history))]
-        got = torch.cat(rows)
-        assert (got - expected).abs().max() <= 5e-4
-        top = expected.topk(2).values
-        settled = top[:, 0] - top[:, 1] >= 1e-3
-        assert settled.float().mean() > 0.9
-        assert torch.equal(got.argmax(-1)[settled], expected.argmax(-1)[settled])
