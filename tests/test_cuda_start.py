@@ -46,7 +46,7 @@ def test_serve_ends_at_once_with_one_line_and_nothing_is_left_running(tmp_path: 
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("quintet serve: error: --device cuda: ")
+    assert done.stderr.startswith("quintet: --device cuda: ")
     assert "quintet doctor" in done.stderr
     assert not [p for p in psutil.Process().children(recursive=True) if p.is_running()]
     assert not list(tmp_path.iterdir())
