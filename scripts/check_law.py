@@ -30,8 +30,7 @@ from engine.models import prepare  # noqa: E402
 from proto.config import WorkerOptions  # noqa: E402
 from proto.model import ModelManifest  # noqa: E402
 from tests.pair import Pair, Story  # noqa: E402
-from worker.cpu.device import Runner  # noqa: E402
-from worker.cpu.load import TorchForward  # noqa: E402
+from worker.cpu.start import start as start_cpu  # noqa: E402
 
 MAX_LOGIT_ERROR = 5e-4
 TIE_GAP = 1e-3
@@ -117,7 +116,7 @@ class Bench:
             max_num_batched_tokens=2048,
             threads=None,
         )
-        self.runner = Runner(TorchForward.load(self.options, lambda _text, _done, _total: None), self.options)
+        self.runner = start_cpu(self.options, lambda _text, _done, _total: None)
 
     def alone(self, keep_logits: bool) -> list[Story]:
         """Every request in an engine of its own, one step at a time."""

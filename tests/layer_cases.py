@@ -9,8 +9,9 @@ import torch
 from proto.config import WorkerOptions
 from proto.model import ModelManifest
 from tests.builders import make_worker_options
-from worker.cpu.load import TorchForward
 from worker.cpu.self_test import pages_of_all_layers
+from worker.cpu.start import load as load_step
+from worker.cpu.step import CpuStep
 from worker.steps.batch import I32Array
 from worker.steps.prompts import step
 
@@ -30,22 +31,22 @@ def worker_options(manifest: ModelManifest, **changes: Any) -> WorkerOptions:
     return make_worker_options(**(values | changes))
 
 
-def load(manifest: ModelManifest, **changes: Any) -> TorchForward:
-    return TorchForward.load(worker_options(manifest, **changes), lambda text, done, total: None)
+def load(manifest: ModelManifest, **changes: Any) -> CpuStep:
+    return load_step(worker_options(manifest, **changes), lambda text, done, total: None)
 
 
 class Player:
     """Runs rows of several sequences, each in pages of its own, scattered over the pool."""
 
-    def __init__(self, forward: TorchForward, sequences: int, length: int, seed: int = 0) -> None:
+    def __init__(self, forward: CpuStep, sequences: int, length: int, seed: int = 0) -> None:
         self.forward = forward
-        per_sequence = -(-length // forward.page_size)
-        order = np.random.default_rng(seed).permutation(pages_of_all_layers(forward))[: sequences * per_sequence]
+        per_sequence = -(-length // forward.facts.page_size)
+        order = np.random.default_rng(seed).permutation(pages_of_all_layers(forward.facts))[: sequences * per_sequence]
         self.pages = order.reshape(sequences, per_sequence).astype(np.int32)
 
     def run(self, rows: dict[int, Row], every_token: bool = False) -> torch.Tensor:
         """One step of {sequence: row}; logits of each row's last token, or of every token."""
-        size = self.forward.page_size
+        size = self.forward.facts.page_size
         batch = step([ids for ids, _ in rows.values()], size, [start for _, start in rows.values()])
         lengths = [start + len(ids) for ids, start in rows.values()]
         kv_indices = [self.pages[s][: -(-n // size)] for s, n in zip(rows, lengths, strict=True)]
@@ -59,7 +60,7 @@ class Player:
         }
         if every_token:
             changes["logit_tokens"] = np.arange(len(batch.token_ids), dtype=np.int32)
-        return self.forward.forward(replace(batch, **changes))
+        return self.forward.logits(replace(batch, **changes))
 
     def chunked(self, sequence: int, ids: I32Array, chunk: int, start: int = 0) -> torch.Tensor:
         """Logits [len(ids), vocab] of ids from `start` on, computed `chunk` at a time."""

@@ -35,8 +35,7 @@ from proto.messages import (
 )
 from scheduler.core import Scheduler
 from tests.builders import GREEDY, i32, make_scheduler_options
-from worker.cpu.device import Runner
-from worker.loop import facts_of
+from worker.cpu.device import CpuDevice
 from worker.steps.batch import StepBatch
 
 STEP_NS = 1_000_000
@@ -79,7 +78,7 @@ class Pair:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: CpuDevice,
         worker: WorkerOptions,
         *,
         depth: int = 2,
@@ -92,7 +91,7 @@ class Pair:
         keep_logits: bool = False,
         epoch: int = 1,
     ) -> None:
-        facts = _smaller(facts_of(runner, worker), num_pages, window_pages)
+        facts = _smaller(runner.facts, num_pages, window_pages)
         options = make_scheduler_options(
             pipeline_depth=depth,
             prefix_caching=prefix_caching,

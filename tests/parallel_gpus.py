@@ -96,7 +96,7 @@ def play(
                 patches.enter_context(mock.patch("worker.cuda.start.busy_tokens", return_value=300))
             device = start(options, lambda text, done, total: None, devices)
         torch.cuda.synchronize()
-        found.pages, found.kv_bytes_per_token = device.num_pages, device.kv_bytes_per_token
+        found.pages, found.kv_bytes_per_token = device.facts.num_pages, device.facts.kv_bytes_per_token
         found.started, collectives.asked, collectives.done = collectives.asked, [], found.done
         device.reset(1)
         flight: list[Deferred] = []

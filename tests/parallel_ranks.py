@@ -14,8 +14,9 @@ import torch
 from proto.config import WorkerOptions
 from proto.messages import StepPlan, StepResult, column
 from tests.layer_cases import Player
-from worker.cpu.device import Runner
-from worker.cpu.load import TorchForward
+from worker.cpu.start import load as load_step
+from worker.cpu.start import start as start_cpu
+from worker.cpu.step import CpuStep
 from worker.ranks.distributed import DistributedGroup
 from worker.ranks.group import Group
 from worker.steps.batch import I32Array
@@ -89,8 +90,8 @@ def _serve(rank: int, size: int, rendezvous: Path, pipe: Connection) -> None:
 # --------------------------------------------------------------------------- tasks
 
 
-def load(group: Group, options: WorkerOptions) -> TorchForward:
-    return TorchForward.load(options, lambda text, done, total: None, group)
+def load(group: Group, options: WorkerOptions) -> CpuStep:
+    return load_step(options, lambda text, done, total: None, group)
 
 
 def forced_logits(group: Group, options: WorkerOptions, ids: I32Array, chunk: int) -> npt.NDArray[np.float32]:
@@ -101,7 +102,7 @@ def forced_logits(group: Group, options: WorkerOptions, ids: I32Array, chunk: in
 
 def play(group: Group, options: WorkerOptions, plans: Sequence[StepPlan]) -> list[list[int]]:
     """Ids of the rows that each plan sampled."""
-    runner = Runner(load(group, options), options, group)
+    runner = start_cpu(options, lambda text, done, total: None, group)
     runner.reset(1)
     ids = []
     for plan in plans:
@@ -113,7 +114,7 @@ def play(group: Group, options: WorkerOptions, plans: Sequence[StepPlan]) -> lis
 
 def facts(group: Group, options: WorkerOptions) -> tuple[int, int, int]:
     forward = load(group, options)
-    return forward.num_pages, forward.max_model_len, forward.kv_bytes_per_token
+    return forward.facts.num_pages, forward.facts.max_model_len, forward.facts.kv_bytes_per_token
 
 
 def sums(group: Group, rows: list[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:

@@ -23,8 +23,7 @@ from tests.layer_cases import worker_options
 from tests.test_cuda_device import MODEL, both_groups, ids_of, make_device, options_of, plans, play, silent
 from tests.test_cuda_families import SIZES, script
 from tests.tiny_models import make_tiny
-from worker.cpu.device import Runner
-from worker.cpu.load import TorchForward
+from worker.cpu.start import start as start_cpu
 from worker.cuda.ops import ROWS, CudaOps
 from worker.cuda.start import start
 from worker.cuda.tiles import cut_chunks, most_rows, tokens_of_a_tile
@@ -133,7 +132,7 @@ def test_tokens_of_a_tile(heads: int, kv_heads: int, most: int) -> None:
 def test_tokens_are_the_cpus(family: str, tmp_path: Path) -> None:
     manifest = prepare(str(make_tiny(tmp_path, family)))
     options = worker_options(manifest, device="reference", deterministic=True, **SIZES)
-    runner = Runner(TorchForward.load(options, silent), options)
+    runner = start_cpu(options, silent)
     runner.reset(1)
     expected = [runner.step(plan) for plan in script(manifest.config)]
     with simulate(1):
@@ -163,7 +162,7 @@ def test_the_pool_is_measured_with_the_flag_too() -> None:
         options: dict[str, Any] = {"num_pages": None, "gpu_memory_utilization": 0.22, "deterministic": True}
         device = start(options_of("cuda", **options), silent)
         device.reset(1)
-        assert device.num_pages > 1000
+        assert device.facts.num_pages > 1000
         assert [len(ids) for ids in play(gpu, device, plans(6, 3))] == [6, 6, 6]
 
 

@@ -25,8 +25,7 @@ from tests.builders import GREEDY, i32, make_plan, make_row, make_worker_options
 from tests.flashinfer_double import Gpu, SimulationError, simulate
 from tests.pair import Pair, Story
 from tests.test_worker_tables import behind_window
-from worker.cpu.device import Runner
-from worker.cpu.load import TorchForward
+from worker.cpu.start import start as start_cpu
 from worker.cuda.device import CudaDevice
 from worker.cuda.frames import Frames
 from worker.cuda.graphs import bucket_sizes
@@ -149,7 +148,7 @@ def told(pair: Pair) -> list[tuple[list[int], Finish]]:
 def expected(prefix_caching: bool = False, preempt: int = 0) -> tuple[list[tuple[list[int], Finish]], list[Story]]:
     """By the CPU's runner."""
     options = options_of("reference")
-    runner = Runner(TorchForward.load(options, silent), options)
+    runner = start_cpu(options, silent)
     pair = Pair(runner, options, depth=1, prefix_caching=prefix_caching, debug_preempt_every=preempt)
     submit(pair)
     pair.run()

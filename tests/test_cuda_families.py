@@ -16,8 +16,7 @@ from tests.layer_cases import worker_options
 from tests.test_cuda_device import ids_of, launch, silent
 from tests.test_worker_tables import behind_window
 from tests.tiny_models import FAMILIES, NEWER_FAMILIES, make_tiny
-from worker.cpu.device import Runner
-from worker.cpu.load import TorchForward
+from worker.cpu.start import start as start_cpu
 from worker.cuda.start import start
 from worker.device import Deferred
 
@@ -55,7 +54,7 @@ def test_tokens_are_the_cpus(family: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"window": 9} if family == "mistral" else {}
     manifest = prepare(str(make_tiny(tmp_path, family, **changes)))
     options = worker_options(manifest, device="reference", **SIZES)
-    runner = Runner(TorchForward.load(options, silent), options)
+    runner = start_cpu(options, silent)
     runner.reset(1)
     expected = [runner.step(plan) for plan in script(manifest.config)]
     with simulate(1) as gpu:

@@ -16,11 +16,9 @@ from tests.layer_cases import worker_options
 from tests.test_cuda_device import MODEL, make_device, options_of, plans, play, silent
 from tests.test_worker_process import Surroundings
 from tests.tiny_models import make_tiny
-from worker.cpu.load import TorchForward
-from worker.cuda.load import resolve_kv_dtype
+from worker.cpu.start import start as start_cpu
 from worker.cuda.start import start
 from worker.device import DeviceError
-from worker.loop import facts_of
 
 
 def logits_of(kv_cache_dtype: str, eager: bool) -> list[torch.Tensor]:
@@ -60,7 +58,7 @@ def test_the_pool_holds_four_times_as_much_and_facts_and_estimate_agree() -> Non
     with simulate(0):
         for kv_cache_dtype in ("auto", "fp8_e4m3"):
             options = options_of("cuda", kv_cache_dtype=kv_cache_dtype, num_pages=None, kv_bytes=1 << 16)
-            facts = facts_of(start(options, silent), options)
+            facts = start(options, silent).facts
             sizes = estimate(
                 MODEL, dtype="float32", kv_cache_dtype=kv_cache_dtype, page_size=options.page_size, sequence_length=64
             )
@@ -102,7 +100,7 @@ def test_a_checkpoints_own_scales_are_used(spelling: str, tmp_path: Path) -> Non
 
 def start_on_cpu(options: WorkerOptions) -> None:
     """Where K and V are not in fp8 the scales are passed over."""
-    TorchForward.load(msgspec.structs.replace(options, device="cpu", kv_cache_dtype="auto"), silent)
+    start_cpu(msgspec.structs.replace(options, device="cpu", kv_cache_dtype="auto"), silent)
 
 
 @pytest.mark.parametrize(
@@ -112,13 +110,6 @@ def test_scales_that_do_not_fit_are_refused(layers: int, value: float, said: str
     options = with_scales(tmp_path, "model.layers.{}.self_attn.{}_scale", layers, value)
     with simulate(0), pytest.raises(DeviceError, match=said):
         start(options, silent)
-
-
-def test_what_k_and_v_are_kept_in() -> None:
-    assert resolve_kv_dtype("auto", torch.bfloat16) is torch.bfloat16
-    assert resolve_kv_dtype("fp8_e4m3", torch.bfloat16) is torch.float8_e4m3fn
-    with pytest.raises(DeviceError, match="--kv-cache-dtype fp8_e5m2 is neither auto nor fp8_e4m3"):
-        resolve_kv_dtype("fp8_e5m2", torch.bfloat16)
 
 
 @pytest.mark.slow

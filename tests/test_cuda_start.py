@@ -17,11 +17,10 @@ from proto.messages import StepResult
 from tests.flashinfer_double import simulate
 from tests.test_cuda_device import MODEL, ids_of, launch, options_of, plans, silent
 from tests.test_worker_process import Surroundings
-from worker.cuda.load import resolve_dtype
 from worker.cuda.memory import Measured, pool_pages, used_memory
 from worker.cuda.start import start
 from worker.device import DeviceError
-from worker.loop import facts_of
+from worker.loader.model import resolve_dtype
 
 ROOT = Path(__file__).parent.parent
 GPU = torch.cuda.is_available()
@@ -81,13 +80,11 @@ def test_defaults_of_the_device() -> None:
     assert config.needs_weights
 
 
-def test_dtypes() -> None:
-    assert resolve_dtype("auto", "bfloat16") is torch.bfloat16
-    assert resolve_dtype("auto", "float16") is torch.float16
-    assert resolve_dtype("auto", "float32") is torch.bfloat16
-    assert resolve_dtype("float16", "bfloat16") is torch.float16
-    with pytest.raises(DeviceError, match="--dtype int8"):
-        resolve_dtype("int8", "bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_auto_is_the_checkpoints_dtype_where_the_device_is_fast(dtype: str) -> None:
+    assert resolve_dtype("auto", dtype, {}) is getattr(torch, dtype)
+    assert resolve_dtype("auto", dtype, {dtype: "float16"}) is torch.float16
+    assert resolve_dtype(dtype, "bfloat16", {dtype: "float16"}) is getattr(torch, dtype)
 
 
 # --------------------------------------------------------------------------- memory
@@ -147,12 +144,12 @@ def test_the_share_is_used_and_not_exceeded(eager: bool) -> None:
             assert len(ids_of(result)) == 6
         assert used_memory() <= torch.cuda.max_memory_allocated() <= allowed
         assert used_memory() > allowed - max(64 * page, allowed // 50)
-        facts = facts_of(device, options)
-        assert facts.num_pages == device.num_pages > 1000
+        facts = device.facts
+        assert facts.num_pages > 1000
         assert (facts.device, facts.dtype, facts.max_model_len) == ("cuda", "float32", 64)
 
 
 def test_a_pool_that_holds_less_than_the_model_could_says_so() -> None:
     with simulate(0):
         options = options_of("cuda", num_pages=9)
-        assert facts_of(start(options, silent), options).max_model_len == 36
+        assert start(options, silent).facts.max_model_len == 36

@@ -22,8 +22,7 @@ from tests.pair import Pair, Story
 from tests.test_cuda_device import MODEL as HALF
 from tests.test_cuda_device import LatePair, assert_close, changed_slots, play, silent
 from tests.test_worker_tables import behind_window
-from worker.cpu.device import Runner
-from worker.cpu.load import TorchForward
+from worker.cpu.start import start as start_cpu
 from worker.cuda import tiles
 from worker.cuda.device import CudaDevice
 from worker.cuda.flashinfer import FlashInferAttention
@@ -76,7 +75,7 @@ def told(pair: Pair) -> list[tuple[list[int], Finish]]:
 def expected(model: str) -> list[Story]:
     """By the CPU, with room for all."""
     options = options_of(model, "reference", num_pages=200)
-    pair = Pair(Runner(TorchForward.load(options, silent), options), options, depth=1)
+    pair = Pair(start_cpu(options, silent), options, depth=1)
     submit(pair)
     pair.run()
     return list(pair.stories.values())
@@ -261,7 +260,7 @@ def check_padding(model: str) -> None:
             before = {n: [gpu.peek(x).clone() for x in (pages.keys, pages.values)] for n, pages in groups.items()}
             play(gpu, device, [plan])
             for number, pages in groups.items():
-                assert pages.dummy_page == (device.window_pages if number else device.num_pages)
+                assert pages.dummy_page == (device.facts.window_pages if number else device.facts.num_pages)
                 written = gpu.peek(pages.kv_slots)[:3].tolist()
                 for old, new in zip(before[number], (pages.keys, pages.values), strict=True):
                     assert changed_slots(old, gpu.peek(new)) <= {*written, pages.dummy_slot}
@@ -320,9 +319,9 @@ def test_facts_say_what_pages_there_are() -> None:
     with simulate(0):
         for model, wanted in {"none": (64, 0, 0), "half": (64, 10, 32), "all": (0, 10, 64)}.items():
             device = make_device(model, enforce_eager=True)
-            assert (device.num_pages, device.window, device.window_pages) == wanted
+            assert (device.facts.num_pages, device.facts.window, device.facts.window_pages) == wanted
         whole = make_device("half", enforce_eager=True, max_model_len=10)  # which no sequence outgrows
-        assert (whole.num_pages, whole.window, whole.window_pages) == (64, 0, 0)
+        assert (whole.facts.num_pages, whole.facts.window, whole.facts.window_pages) == (64, 0, 0)
 
 
 # --------------------------------------------------------------------------- --deterministic

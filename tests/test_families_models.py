@@ -109,7 +109,7 @@ def test_few_pages_leave_longrope_as_it_is(tmp_path: Path) -> None:
     directory = make_tiny(tmp_path, "phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64)
     manifest, ids = prepare(str(directory)), prompt(30, 320, seed=5)
     few, many = load(manifest, num_pages=3), load(manifest)
-    assert few.max_model_len < 64 < many.max_model_len
+    assert few.facts.max_model_len < 64 < many.facts.max_model_len
     assert torch.equal(Player(few, 1, 32).run({0: (ids, 0)}), Player(many, 1, 32).run({0: (ids, 0)}))
 
 
@@ -134,7 +134,7 @@ def test_a_neighbour_with_nan_stays_alone(family: str, tmp_path: Path) -> None:
     clean = np.where(ids == 7, 8, ids)
     player = Player(forward, 2, 64)
     expected = player.run({0: (clean, 0)})
-    forward._model.embedding.weight.tensor[7] = float("nan")  # type: ignore[attr-defined]
+    forward.model.embedding.weight.tensor[7] = float("nan")  # type: ignore[attr-defined]
     beside = player.run({1: (np.full(40, 7, np.int32), 0), 0: (clean, 0)})
     assert torch.isnan(beside[0]).all()
     assert torch.equal(beside[1:], expected)

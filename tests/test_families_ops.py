@@ -11,7 +11,7 @@ from proto.model import ModelConfig
 from worker.cpu.gemm import GemmRule
 from worker.cpu.ops import CpuOps
 from worker.cpu.reference_ops import ReferenceOps
-from worker.layers.alibi import alibi_slopes
+from worker.layers.attention import alibi_slopes
 from worker.layers.ops import Ops
 from worker.models.moe import Mixtral
 

@@ -30,8 +30,8 @@ from worker.cuda.flashinfer import FlashInferAttention, KvFormat, Limits, pad_in
 from worker.cuda.flashinfer_api import FlashInferError
 from worker.cuda.flashinfer_buffers import PinnedRing
 from worker.cuda.ops import CudaOps
+from worker.device import DeviceError
 from worker.layers.attention import Rotation
-from worker.loader.errors import LoadError
 from worker.steps.batch import StepBatch
 
 LIMITS = Limits(max_rows=8, max_tokens=256, max_pages_per_row=MAX_LENGTH // PAGE, workspace_bytes=1 << 12)
@@ -172,13 +172,13 @@ def test_what_is_refused_is_named() -> None:
         shape = attention_shape(config("llama"), torch.float32)
         api = flashinfer_api.library()
         flashinfer_api.replace(replace(api, head_dims=frozenset({64, 128, 256})))
-        with pytest.raises(LoadError, match="head_dim 16 is not one of 64, 128, 256"):
+        with pytest.raises(DeviceError, match="head_dim 16 is not one of 64, 128, 256"):
             FlashInferAttention(shape, LIMITS)
         flashinfer_api.replace(replace(api, dtypes=frozenset({torch.bfloat16, torch.float16})))
-        with pytest.raises(LoadError, match="dtype float32 is not bfloat16 or float16"):
+        with pytest.raises(DeviceError, match="dtype float32 is not bfloat16 or float16"):
             FlashInferAttention(shape, LIMITS)
         flashinfer_api.replace(api)
-        with pytest.raises(LoadError, match="ALiBi together with a soft cap"):
+        with pytest.raises(DeviceError, match="ALiBi together with a soft cap"):
             FlashInferAttention(replace(shape, alibi=True, logits_soft_cap=5.0), LIMITS)
         attention = FlashInferAttention(shape, LIMITS)
         batch = Traffic(np.random.default_rng(0)).step()
@@ -195,7 +195,7 @@ def test_without_flashinfer_its_absence_is_named_and_nothing_else_breaks() -> No
 import sys
 sys.modules["flashinfer"] = None
 sys.modules["triton"] = None
-import worker.cuda.flashinfer, worker.cuda.ops, worker.cpu.load
+import worker.cuda.flashinfer, worker.cuda.ops, worker.cpu.start
 from worker.cuda.flashinfer_api import FlashInferError
 try:
     worker.cuda.ops.CudaOps()

@@ -10,17 +10,17 @@ import torch
 from engine.models import prepare
 from tests.layer_cases import Player, load, prompt
 from tests.tiny_models import make_tiny
-from worker.cpu.load import TorchForward
-from worker.cpu.self_test import check_law
+from worker.cpu.self_test import check_batch_invariance
+from worker.cpu.step import CpuStep
+from worker.device import BatchInvarianceError
 from worker.steps.batch import I32Array
-from worker.steps.prompts import LawError
 
 
 def histories(vocab_size: int, lengths: list[int]) -> list[I32Array]:
     return [prompt(length, vocab_size, seed) for seed, length in enumerate(lengths)]
 
 
-def one_by_one(forward: TorchForward, ids: list[I32Array], prompts: list[int]) -> list[torch.Tensor]:
+def one_by_one(forward: CpuStep, ids: list[I32Array], prompts: list[int]) -> list[torch.Tensor]:
     """Logits from each prompt's last token on: the prompt in one step, then a token a step, nobody else there."""
     logits = []
     for sequence, (history, length) in enumerate(zip(ids, prompts, strict=True)):
@@ -31,7 +31,7 @@ def one_by_one(forward: TorchForward, ids: list[I32Array], prompts: list[int]) -
     return logits
 
 
-def all_at_once(forward: TorchForward, ids: list[I32Array], prompts: list[int]) -> list[torch.Tensor]:
+def all_at_once(forward: CpuStep, ids: list[I32Array], prompts: list[int]) -> list[torch.Tensor]:
     """The same, all sequences in every step, in changing order, the last one joining late."""
     player = Player(forward, len(ids), max(map(len, ids)), seed=99)
     rows: list[list[torch.Tensor]] = [[] for _ in ids]
@@ -49,28 +49,28 @@ def all_at_once(forward: TorchForward, ids: list[I32Array], prompts: list[int]) 
     return [torch.stack(r) for r in rows]
 
 
-def recomputed(forward: TorchForward, ids: list[I32Array], prompts: list[int], chunk: int) -> list[torch.Tensor]:
+def recomputed(forward: CpuStep, ids: list[I32Array], prompts: list[int], chunk: int) -> list[torch.Tensor]:
     """The same, the whole history as a prompt in chunks, as after a preemption."""
     player = Player(forward, len(ids), max(map(len, ids)), seed=7)
     return [player.chunked(s, h, chunk)[p - 1 :] for s, (h, p) in enumerate(zip(ids, prompts, strict=True))]
 
 
-def shared_prefix(forward: TorchForward, ids: list[I32Array], prompts: list[int]) -> list[torch.Tensor]:
+def shared_prefix(forward: CpuStep, ids: list[I32Array], prompts: list[int]) -> list[torch.Tensor]:
     """The same, the pages of each prompt's first whole pages having been written for somebody else."""
     player = Player(forward, 2 * len(ids), max(map(len, ids)), seed=8)
     logits = []
     for sequence, (history, length) in enumerate(zip(ids, prompts, strict=True)):
-        shared = (length - 1) // forward.page_size
+        shared = (length - 1) // forward.facts.page_size
         other = len(ids) + sequence
         player.run({other: (history[:length], 0)})
         player.pages[sequence, :shared] = player.pages[other, :shared]
-        start = shared * forward.page_size
+        start = shared * forward.facts.page_size
         logits.append(player.chunked(sequence, history[start:], 50, start)[length - 1 - start :])
     return logits
 
 
-def assert_law(forward: TorchForward, lengths: list[int], prompts: list[int]) -> None:
-    ids = histories(forward.vocab_size, lengths)
+def assert_law(forward: CpuStep, lengths: list[int], prompts: list[int]) -> None:
+    ids = histories(forward.facts.vocab_size, lengths)
     alone = one_by_one(forward, ids, prompts)
     variants = {
         "batch": all_at_once(forward, ids, prompts),
@@ -134,7 +134,7 @@ def test_neighbours_with_nan_stay_alone(tmp_path: Path) -> None:
     forward = load(prepare(str(directory)))
     ids = prompt(30, 320, seed=1)
     player = Player(forward, 2, 64)
-    model: Any = forward._model
+    model: Any = forward.model
     model.embedding.weight.tensor[7] = float("nan")  # token 7 poisons whoever says it
     clean = np.where(ids == 7, 8, ids)
     expected = player.run({0: (clean, 0)})
@@ -150,9 +150,9 @@ def test_neighbours_with_nan_stay_alone(tmp_path: Path) -> None:
 
 def test_the_start_up_check_finds_a_breach(tmp_path: Path) -> None:
     forward = load(prepare(str(make_tiny(tmp_path))))
-    check_law(forward)
-    model: Any = forward._model
+    check_batch_invariance(forward)
+    model: Any = forward.model
     norm = model.norm
     model.norm = lambda x: norm(x) * (1 + 1e-6 * x.shape[0])
-    with pytest.raises(LawError, match="in one batch"):
-        check_law(forward)
+    with pytest.raises(BatchInvarianceError, match="in one batch"):
+        check_batch_invariance(forward)

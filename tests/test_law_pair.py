@@ -16,8 +16,8 @@ from proto.messages import Finish, Sampling
 from proto.model import ModelConfig, RopeConfig
 from tests.builders import GREEDY, make_worker_options
 from tests.pair import Pair, Story
-from worker.cpu.device import Runner
-from worker.cpu.load import TorchForward
+from worker.cpu.device import CpuDevice
+from worker.cpu.start import start as start_cpu
 
 TINY = ModelConfig(
     family="llama",
@@ -53,7 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def load(dtype: str) -> tuple[Runner, WorkerOptions]:
+def load(dtype: str) -> tuple[CpuDevice, WorkerOptions]:
     options = make_worker_options(
         TINY,
         dtype=dtype,
@@ -64,7 +64,7 @@ def load(dtype: str) -> tuple[Runner, WorkerOptions]:
         max_num_batched_tokens=512,
         threads=1,
     )
-    return Runner(TorchForward.load(options, lambda _text, _done, _total: None), options), options
+    return start_cpu(options, lambda _text, _done, _total: None), options
 
 
 def make_prompts(count: int) -> list[list[int]]:

@@ -15,6 +15,7 @@ from engine.models import prepare
 from proto.model import ModelConfig, ModelManifest, RopeConfig
 from tests.layer_cases import Player, load, prompt
 from tests.tiny_models import edit_config, make_tiny, reference_model
+from worker.device import DeviceError
 from worker.loader import LoadError
 from worker.loader.gguf_checkpoint import GgufCheckpoint, unpermute
 from worker.steps.batch import I32Array
@@ -99,9 +100,7 @@ def test_shards_load_and_a_missing_one_is_named(tiny: Path, tmp_path: Path) -> N
 def test_dtype_auto_is_the_checkpoints(tmp_path: Path) -> None:
     for dtype, expected in (("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32")):
         directory = make_tiny(tmp_path / dtype, dtype=dtype)
-        assert load(prepare(str(directory))).dtype == expected
-    with pytest.raises(LoadError, match="float16"):
-        load(prepare(str(directory)), dtype="float16")
+        assert load(prepare(str(directory))).facts.dtype == expected
 
 
 def test_dummy_weights_follow_the_seed(tiny: Path) -> None:
@@ -116,11 +115,11 @@ def test_pool_size(tiny: Path) -> None:
     manifest = prepare(str(tiny))
     per_token = 3 * 2 * 16 * 2 * 4
     by_bytes = load(manifest, num_pages=None, kv_bytes=10 * 16 * per_token + 5)
-    assert (by_bytes.num_pages, by_bytes.max_model_len) == (10, 160)
-    assert by_bytes.kv_bytes_per_token == per_token
+    assert (by_bytes.facts.num_pages, by_bytes.facts.max_model_len) == (10, 160)
+    assert by_bytes.facts.kv_bytes_per_token == per_token
     by_memory = load(manifest, num_pages=None, max_num_seqs=3)
-    assert (by_memory.num_pages, by_memory.max_model_len) == (3 * 512 // 16, 512)
-    with pytest.raises(LoadError, match="kv_bytes = 100"):
+    assert (by_memory.facts.num_pages, by_memory.facts.max_model_len) == (3 * 512 // 16, 512)
+    with pytest.raises(DeviceError, match="--kv-cache-memory-bytes 100 holds no page, which needs 12288 bytes"):
         load(manifest, num_pages=None, kv_bytes=100)
 
 

@@ -14,17 +14,18 @@ from engine.config import ServeConfig
 from engine.documents import kv_bytes
 from engine.models import prepare
 from engine.parallel import refuse_division
+from proto.cache import CacheGroups
+from proto.config import WorkerOptions
 from proto.model import ModelConfig, ModelManifest
 from tests.builders import make_model
 from tests.layer_cases import worker_options
 from tests.tiny_models import FAMILIES as OLDER
 from tests.tiny_models import NEWER_FAMILIES, make_tiny
-from worker.cpu.pool import size_pool
+from worker.cpu.pool import pool_pages
 from worker.cpu.reference_ops import ReferenceOps
-from worker.layers.alibi import alibi_slopes
-from worker.layers.attention import AttentionShape
+from worker.device import DeviceError, wanted_length
+from worker.layers.attention import AttentionShape, alibi_slopes
 from worker.layers.parameter import Parameter
-from worker.loader.errors import LoadError
 from worker.loader.gguf_checkpoint import GgufCheckpoint
 from worker.loader.load import load_checkpoint
 from worker.loader.safetensors_checkpoint import SafetensorsCheckpoint
@@ -211,18 +212,21 @@ def test_an_instance_has_a_worker_for_each_rank() -> None:
 def test_ranks_share_the_machines_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.cpu.pool.available_memory", lambda: 64 << 20)
     options = worker_options(prepare(str(make_tiny(tmp_path, "llama"))), num_pages=None, max_num_seqs=10_000)
-    alone = size_pool(options, bytes_per_token=1024)
-    half = size_pool(msgspec.structs.replace(options, tensor_parallel_size=2), bytes_per_token=1024)
+    groups = groups_of(options)
+    half = msgspec.structs.replace(options, tensor_parallel_size=2)
     quarter = msgspec.structs.replace(options, tensor_parallel_size=2, data_parallel_size=2)
-    assert (alone.num_pages, half.num_pages) == (2048, 1024)
-    assert size_pool(quarter, bytes_per_token=1024).num_pages == 512
+    assert [pool_pages(each, groups)[0] for each in (options, half, quarter)] == [2048, 1024, 512]
+
+
+def groups_of(options: WorkerOptions) -> CacheGroups:
+    return CacheGroups.of(options.manifest.config, options.page_size, 1024, wanted_length(options))
 
 
 @pytest.mark.parametrize("asked", [{"num_pages": 10**12}, {"num_pages": None, "kv_bytes": 10**15}], ids=str)
 def test_more_kv_memory_than_there_is_is_refused(asked: dict[str, int | None], tmp_path: Path) -> None:
     options = worker_options(prepare(str(make_tiny(tmp_path, "llama"))), **asked)
-    with pytest.raises(LoadError, match=r"(num_pages|kv_bytes) = 10+ takes \d+ bytes, and \d+ are available"):
-        size_pool(options, bytes_per_token=1024)
+    with pytest.raises(DeviceError, match=r"--[a-z-]+ 10+ takes \d+ bytes, and \d+ are available"):
+        pool_pages(options, groups_of(options))
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ from tests.test_cuda_device import silent
 from tests.test_cuda_families import SIZES, script
 from tests.tiny_models import make_tiny
 from worker.cuda import group
+from worker.cuda.gpus import require_cuda
 from worker.cuda.group import DeviceGroup, Nccl
-from worker.cuda.load import require_cuda
 from worker.cuda.start import start
 from worker.device import DeviceError
 from worker.ranks.distributed import add_in_order

@@ -18,7 +18,6 @@ from scheduler.results import WorkerError
 from tests.builders import i32, make_facts, make_model, make_scheduler_options, make_worker_options
 from tests.scheduler_fakes import Ring, expected_output, make_abort, make_admit, rid_of
 from tests.tiny_tokenizers import byte_level
-from worker.loop import facts_of
 from worker.sim.device import SimulatedDevice
 
 # --------------------------------------------------------------------------- the scheduler's plans
@@ -226,7 +225,7 @@ class TextRing:
         self.device = SimulatedDevice(options, clock_ns=lambda: self.now)
         self.scheduler = Scheduler(
             make_scheduler_options(pipeline_depth=depth, max_num_batched_tokens=48, debug_preempt_every=preempt_every),
-            facts_of(self.device, options),
+            self.device.facts,
             epoch=1,
         )
         self.device.reset(1)

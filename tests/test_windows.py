@@ -16,8 +16,8 @@ from tests.layer_cases import prompt, worker_options
 from tests.pair import Pair, Story
 from tests.test_layers_models import TOLERANCE, reference_logits
 from tests.tiny_models import make_tiny
-from worker.cpu.device import Runner
-from worker.cpu.load import TorchForward
+from worker.cpu.device import CpuDevice
+from worker.cpu.start import start as start_cpu
 from worker.steps.batch import StepBatch
 
 PAGE, WINDOW, NEW_TOKENS = 8, 24, 30
@@ -30,18 +30,18 @@ LENGTHS = (100, 51, 9, 130, 64)
 
 
 @cache
-def load(family: str) -> tuple[Runner, WorkerOptions, list[torch.Tensor]]:
+def load(family: str) -> tuple[CpuDevice, WorkerOptions, list[torch.Tensor]]:
     """A runner of a tiny model, and transformers' logits of each prompt and what follows it."""
     with TemporaryDirectory() as directory:
         path = make_tiny(Path(directory), **FAMILIES[family])  # type: ignore[arg-type]
         options = worker_options(prepare(str(path)), page_size=PAGE, num_pages=128)
-        runner = Runner(TorchForward.load(options, lambda _text, _done, _total: None), options)
+        runner = start_cpu(options, lambda _text, _done, _total: None)
         alone = play(runner, options, depth=1, max_num_seqs=1, keep_logits=True)
         expected = [reference_logits(path, np.array([*s.prompt, *s.tokens], np.int32)) for s in alone]
     return runner, options, expected
 
 
-def play(runner: Runner, options: WorkerOptions, **settings: Any) -> list[Story]:
+def play(runner: CpuDevice, options: WorkerOptions, **settings: Any) -> list[Story]:
     pair = Pair(runner, options, **settings)
     rids = submit(pair)
     pair.run()

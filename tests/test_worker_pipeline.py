@@ -10,7 +10,6 @@ from scheduler.core import Scheduler
 from tests.builders import GREEDY, make_scheduler_options, make_worker_options
 from tests.test_worker_simulated import LLAMA_8B
 from worker.device import Completion
-from worker.loop import facts_of
 from worker.sim.device import SimulatedDevice
 
 HOST_NS = 150_000  # from a result to the next plan's launch: two hops and the scheduler's own work
@@ -33,7 +32,7 @@ def play(depth: int) -> SimulatedDevice:
     device = SimulatedDevice(options, clock_ns=lambda: clock.now)
     scheduler = Scheduler(
         make_scheduler_options(pipeline_depth=depth, max_num_batched_tokens=2048, max_num_seqs=ROWS),
-        facts_of(device, options),
+        device.facts,
         epoch=1,
     )
     device.reset(scheduler.reset.epoch)

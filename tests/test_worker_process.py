@@ -180,7 +180,7 @@ def test_weights_that_cannot_be_read_end_the_start_and_are_named(run_dir: Path) 
         surroundings.close()
 
 
-@pytest.mark.parametrize("module", ["worker.cpu.self_test", "worker.cpu.load"])
+@pytest.mark.parametrize("module", ["worker.cpu.self_test", "worker.cpu.start"])
 def test_openmp_spins_as_briefly_as_we_say(module: str) -> None:
     """Whichever module imports torch first: OpenMP reads how long when it is loaded, and never again."""
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}

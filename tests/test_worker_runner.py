@@ -5,8 +5,8 @@ import torch
 
 from proto.messages import Desync, Reset, RowStatus, StepPlan, StepResult, column
 from tests.builders import i32, make_plan, make_row, make_worker_options
-from worker.cpu.device import Runner
-from worker.loop import facts_of
+from worker.cpu.device import CpuDevice
+from worker.device import facts_of
 from worker.steps.batch import StepBatch
 
 VOCAB = 50
@@ -15,20 +15,11 @@ VOCAB = 50
 class SumForward:
     """Wants the id after token t at position p to be t + p. `poisoned` positions give NaN."""
 
-    num_pages = 64
-    window = window_pages = 0
-    page_size = 4
-    max_model_len = 40
-    vocab_size = VOCAB
-    kv_bytes_per_token = 64
-    device = "cpu"
-    dtype = "float32"
-
     def __init__(self) -> None:
         self.poisoned: set[int] = set()
         self.fed: list[list[int]] = []
 
-    def forward(self, batch: StepBatch) -> torch.Tensor:
+    def __call__(self, batch: StepBatch) -> torch.Tensor:
         self.fed.append(batch.token_ids.tolist())
         tokens, positions = batch.token_ids[batch.logit_tokens], batch.positions[batch.logit_tokens]
         logits = torch.zeros(len(tokens), VOCAB)
@@ -39,9 +30,14 @@ class SumForward:
         return logits
 
 
-def make_runner() -> tuple[Runner, SumForward]:
+def make_device(forward: SumForward) -> CpuDevice:
+    facts = facts_of(make_worker_options(), dtype="float32", kv_element_bytes=4, pages=(64, 0), window=0)
+    return CpuDevice(facts, forward)
+
+
+def make_runner() -> tuple[CpuDevice, SumForward]:
     forward = SumForward()
-    runner = Runner(forward, make_worker_options())
+    runner = make_device(forward)
     runner.reset(1)
     return runner, forward
 
@@ -92,7 +88,7 @@ def test_a_break_in_the_numbers_is_told_once_and_refused_until_reset() -> None:
 
 
 def test_a_worker_that_was_never_reset_asks_for_it() -> None:
-    runner = Runner(SumForward(), make_worker_options())
+    runner = make_device(SumForward())
     plan = make_plan(admits=(make_row(0, [1], [0]),), chunks=i32(0, 1, 1))
     assert isinstance(runner.step(plan), Desync)
 
@@ -138,13 +134,13 @@ def test_time_without_requests_is_not_idle_time() -> None:
     assert counters["device_idle_seconds"] > 0
 
 
-@pytest.mark.parametrize(("flag", "pages", "expected"), [(None, 64, 40), (30, 64, 30), (None, 5, 20), (100, 64, 40)])
+@pytest.mark.parametrize(
+    ("flag", "pages", "expected"), [(None, 64, 40), (30, 64, 30), (None, 5, 20), (100, 64, 100), (100, 5, 20)]
+)
 def test_facts_give_the_smallest_limit(flag: int | None, pages: int, expected: int) -> None:
-    """K18: flag, model (40) or pool (4 tokens a page)."""
-    forward = SumForward()
-    forward.num_pages = pages
+    """K18: the flag, the model (40) where there is none, or the pool (4 tokens a page)."""
     options = make_worker_options(max_model_len=flag)
-    facts = facts_of(Runner(forward, options), options)
+    facts = facts_of(options, dtype="float32", kv_element_bytes=4, pages=(pages, 0), window=0)
     assert facts.max_model_len == expected
     assert facts.num_pages == pages
     assert facts.vocab_size == VOCAB

@@ -12,10 +12,10 @@ from proto.messages import Desync, StepResult, TokenLogprobs, column
 from proto.model import ModelConfig
 from tests.builders import i32, make_model, make_plan, make_row, make_worker_options
 from worker.device import Completion, DeviceError
-from worker.loop import facts_of
 from worker.output import sleep_until
 from worker.sim.device import SimulatedDevice
 from worker.sim.roofline import Gpu, Roofline, parse_gpu
+from worker.start import warn_if_shortened
 from worker.steps.batch import StepBatch
 
 LLAMA_8B = ModelConfig(
@@ -139,10 +139,10 @@ def test_a_device_that_cannot_be_is_named(device: str, text: str) -> None:
 
 def test_the_pool_is_what_the_weights_leave() -> None:
     device = SimulatedDevice(make_worker_options(LLAMA_8B, device="sim:h200", page_size=16))
-    assert device.num_pages == (int(141e9 * 0.9) - 2 * 8_030_261_248) // (16 * KV_BYTES)
-    assert device.max_model_len == 131072
+    assert device.facts.num_pages == (int(141e9 * 0.9) - 2 * 8_030_261_248) // (16 * KV_BYTES)
+    assert device.facts.max_model_len == 131072
     small = SimulatedDevice(make_worker_options(LLAMA_8B, device="sim:h200", page_size=16, num_pages=10))
-    assert small.max_model_len == 160
+    assert small.facts.max_model_len == 160
     with pytest.raises(DeviceError, match="leave no page"):
         SimulatedDevice(make_worker_options(LLAMA_8B, device="sim:custom,bandwidth=1e12,flops=1e14,memory=16e9"))
 
@@ -171,11 +171,13 @@ class Bench:
 
 def test_a_length_that_the_pool_cannot_hold_is_cut_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     options = make_worker_options(LLAMA_8B, device="sim:h200", page_size=16, num_pages=10, max_model_len=1000)
-    assert facts_of(SimulatedDevice(options), options).max_model_len == 160
+    facts = SimulatedDevice(options).facts
+    assert facts.max_model_len == 160
+    warn_if_shortened(options, facts)
     assert "--max-model-len 1000 is cut to 160" in caplog.text
     caplog.clear()
     options = make_worker_options(LLAMA_8B, device="sim:h200", page_size=16, num_pages=10, max_model_len=160)
-    assert facts_of(SimulatedDevice(options), options).max_model_len == 160
+    warn_if_shortened(options, SimulatedDevice(options).facts)
     assert not caplog.text
 
 

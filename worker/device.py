@@ -1,14 +1,20 @@
-"""What the loop asks of a device, real or simulated, and the account of its time."""
+"""The contract between the loop and a device, real or simulated, and the account of a device's time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from proto.messages import Desync, StepPlan, StepResult
+from proto.cache import longest_sequence
+from proto.config import WorkerOptions
+from proto.messages import Desync, StepPlan, StepResult, WorkerFacts
 
 
-class DeviceError(ValueError):
-    """The device or model that was asked for cannot be had. The text names the flag or file at fault."""
+class DeviceError(Exception):
+    """The worker cannot start as asked. The text names the flag or file at fault."""
+
+
+class BatchInvarianceError(DeviceError):
+    """Logits depend on the batch: a fault of this build on this machine, which should be reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +35,49 @@ class Deferred:
 class Device(Protocol):
     """Runs plans in order. All calls come from one thread."""
 
-    num_pages: int  # of layers that attend to all positions; 0 = there are none
-    window: int  # of the other layers, the largest, if these have pages of their own
-    window_pages: int
-    max_step_ids: int  # that a decode row may gain in one step
-    page_size: int
-    max_model_len: int
-    vocab_size: int
-    kv_bytes_per_token: int
-    device: str
-    dtype: str
+    facts: WorkerFacts
     clock: "StepClock"
 
     def reset(self, epoch: int) -> None:
         """Forget all slots; the next plan is the first of `epoch`."""
 
     def launch(self, plan: StepPlan) -> Completion | Deferred | None:
-        """Start a step; None when the plan is refused in silence."""
+        """Start a step. Returns None when the plan is refused like the one before it."""
+
+
+def wanted_length(options: WorkerOptions) -> int:
+    """Return how long sequences may become if the KV cache has room. A flag beyond the model's own length is obeyed."""
+    return options.max_model_len or options.manifest.config.max_position_embeddings
+
+
+def facts_of(
+    options: WorkerOptions,
+    *,
+    dtype: str,
+    kv_element_bytes: int,
+    pages: tuple[int, int],
+    window: int,
+    max_step_ids: int = 1,
+) -> WorkerFacts:
+    """Return the facts of a device with so many pages of each cache group. `window` 0: there is no group 1.
+
+    `max_step_ids`: that a decode row may gain in one step.
+    """
+    config = options.manifest.config
+    return WorkerFacts(
+        num_pages=pages[0],
+        page_size=options.page_size,
+        max_model_len=longest_sequence(pages[0], window, pages[1], options.page_size, wanted_length(options)),
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        vocab_size=config.vocab_size,
+        device=options.device,
+        dtype=dtype,
+        kv_bytes_per_token=config.kv_bytes_per_token(kv_element_bytes),
+        window=window,
+        window_pages=pages[1],
+        max_step_ids=max_step_ids,
+    )
 
 
 class StepClock:

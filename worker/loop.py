@@ -1,18 +1,14 @@
 """The worker between its inbox and its device: plans in, one after another; results out by their own thread."""
 
-import logging
 from collections import deque
 
 from engine.runtime.stage import Stage
-from proto.config import WorkerOptions
 from proto.ids import Address, StageKind
-from proto.messages import Heartbeat, Message, Reset, StepPlan, WorkerFacts, World
+from proto.messages import Heartbeat, Message, Reset, StepPlan, World
 from worker.device import Device
 from worker.output import OutputThread
 from worker.ranks.followers import Followers, end_without_peers
 from worker.ranks.group import PeerLostError
-
-log = logging.getLogger(__name__)
 
 
 class WorkerLoop:
@@ -59,27 +55,3 @@ class WorkerLoop:
 
     def heartbeat(self) -> Heartbeat:
         return Heartbeat(self._device.clock.counters())
-
-
-def facts_of(device: Device, options: WorkerOptions) -> WorkerFacts:
-    """What the worker found it can do, for Ready."""
-    if options.max_model_len and device.max_model_len < options.max_model_len:
-        log.warning(
-            "--max-model-len %d is cut to %d: the KV cache holds no longer sequence",
-            options.max_model_len,
-            device.max_model_len,
-        )
-    return WorkerFacts(
-        num_pages=device.num_pages,
-        page_size=device.page_size,
-        max_model_len=device.max_model_len,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        vocab_size=device.vocab_size,
-        device=device.device,
-        dtype=device.dtype,
-        kv_bytes_per_token=device.kv_bytes_per_token,
-        window=device.window,
-        window_pages=device.window_pages,
-        max_step_ids=device.max_step_ids,
-    )

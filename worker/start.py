@@ -8,8 +8,9 @@ from typing import NoReturn
 from engine.runtime.stage import INTERNAL_ERROR, ExitCode, Handler, Stage, tame_gc
 from proto.config import WorkerOptions
 from proto.devices import is_simulated, refuse
+from proto.messages import WorkerFacts
 from worker.device import Device, DeviceError
-from worker.loop import WorkerLoop, facts_of
+from worker.loop import WorkerLoop
 from worker.ranks.followers import FollowerLoop, Followers, end_without_peers
 from worker.ranks.group import ALONE, Group, PeerLostError
 
@@ -21,7 +22,7 @@ _SWITCH_INTERVAL = 5e-6
 
 
 def play(stage: Stage) -> NoReturn:
-    """Load, tell the facts, and run plans until told to stop."""
+    """Load, report the facts, and run plans until told to stop."""
     options = stage.options
     assert isinstance(options, WorkerOptions)
     try:
@@ -41,12 +42,23 @@ def play(stage: Stage) -> NoReturn:
         loop = WorkerLoop(stage, device, Followers(stage, options.tensor_parallel_size))
     else:
         loop = FollowerLoop(stage, device)
-    stage.ready(facts_of(device, options))
+    warn_if_shortened(options, device.facts)
+    stage.ready(device.facts)
     stage.run(loop)
 
 
+def warn_if_shortened(options: WorkerOptions, facts: WorkerFacts) -> None:
+    """Log that the KV cache is too small for sequences of the length that was asked for."""
+    if options.max_model_len and facts.max_model_len < options.max_model_len:
+        log.warning(
+            "--max-model-len %d is cut to %d: the KV cache holds no longer sequence",
+            options.max_model_len,
+            facts.max_model_len,
+        )
+
+
 def _device(stage: Stage, options: WorkerOptions) -> Device:
-    """Ready to run plans. Raises DeviceError, which names the file or the option that is at fault."""
+    """Return a device that is ready to run plans. Raises DeviceError and PeerLostError."""
     size = options.tensor_parallel_size
     refusal = refuse(
         options.device, dtype=options.dtype, kv_cache_dtype=options.kv_cache_dtype, tensor_parallel_size=size
@@ -64,24 +76,17 @@ def _device(stage: Stage, options: WorkerOptions) -> Device:
             stage.exit(0)
 
     if options.device == "cuda":
-        from worker.cuda.start import start
+        from worker.cuda.start import start as start_gpu
 
-        return start(options, progress, _join_gpus(stage, options))
+        return start_gpu(options, progress, _join_gpus(stage, options))
 
-    from worker.cpu.device import Runner
-    from worker.cpu.load import TorchForward
-    from worker.loader import LoadError
-    from worker.steps.prompts import LawError
+    from worker.cpu.start import start as start_cpu
 
-    try:
-        group = _join(stage, size) if size > 1 else ALONE
-        return Runner(TorchForward.load(options, progress, group), options, group)
-    except (LoadError, LawError) as error:
-        raise DeviceError(str(error)) from error
+    return start_cpu(options, progress, _join(stage, size) if size > 1 else ALONE)
 
 
 def _join(stage: Stage, size: int) -> Group:
-    """The ranks of this replica, of which this process is one. Raises PeerLostError."""
+    """Meet the other ranks of this model. Raises PeerLostError."""
     from worker.ranks.distributed import DistributedGroup
 
     return DistributedGroup(stage.address.rank, size, _rendezvous(stage))

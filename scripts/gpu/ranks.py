@@ -18,9 +18,10 @@ import torch
 
 from scripts.gpu import speed
 from tests.flashinfer_cases import Place, config
-from worker.cuda import load
 from worker.cuda.device import CudaDevice
 from worker.cuda.group import join_gpus, take_gpu
+from worker.layers.parameter import Parameter
+from worker.loader.load import fill_dummy
 from worker.ranks.group import ALONE, Group
 
 RANKS = 2
@@ -29,8 +30,6 @@ PATIENCE = 120.0  # seconds, for all that children do at once
 
 Logits = npt.NDArray[np.float32]
 Task = Callable[[Group], Any]
-
-_fill = load._fill_dummy  # `speed` puts another in its place while a device starts
 
 
 def compare(place: Place, scale: speed.Scale, bandwidth: float) -> dict[str, Any]:
@@ -86,10 +85,10 @@ def _logits(device: CudaDevice) -> Logits:
     return read
 
 
-def _fill_wide(model: Any, seed: int) -> None:
+def _fill_wide(parameters: dict[str, Parameter], seed: int) -> None:
     """The same weights for any number of ranks, far enough from 0 that logits differ."""
-    _fill(model, seed)
-    for path, parameter in model.parameters().items():
+    fill_dummy(parameters, seed)
+    for path, parameter in parameters.items():
         if not path.endswith("norm.weight"):
             parameter.tensor.mul_(12)
 

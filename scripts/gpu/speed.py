@@ -18,10 +18,10 @@ import torch
 from proto.config import WorkerOptions
 from proto.messages import AdmitRow, Sampling, StepPlan, StepResult
 from proto.model import ModelConfig, ModelManifest, RopeConfig
-from worker.cuda import load
 from worker.cuda.device import CudaDevice
 from worker.cuda.start import start
 from worker.device import Deferred
+from worker.layers.parameter import Parameter
 from worker.ranks.group import ALONE, Group
 from worker.steps.batch import I32Array
 
@@ -156,13 +156,13 @@ def make_device(
             captures.append(time.monotonic())
 
     # The worker draws on the CPU, which takes minutes for 8 billion numbers.
-    with mock.patch.object(load, "_fill_dummy", fill or _fill_on_device):
+    with mock.patch("worker.loader.model.fill_dummy", fill or _fill_on_device):
         device = start(options, progress, group)
     return device, captures[-1] - captures[0] if captures else 0.0
 
 
-def _fill_on_device(model: Any, seed: int) -> None:
-    for path, parameter in model.parameters().items():
+def _fill_on_device(parameters: dict[str, Parameter], seed: int) -> None:
+    for path, parameter in parameters.items():
         if path.endswith("norm.weight"):
             parameter.tensor.fill_(1)
         else:
@@ -177,7 +177,7 @@ class Driver:
         self._depth = depth
         self._flying: deque[Deferred] = deque()
         self._step = 0
-        self._free = list(range(device.num_pages))
+        self._free = list(range(device.facts.num_pages))
         self._pages: dict[int, list[int]] = {}  # of each slot
         self._lengths: dict[int, int] = {}
         self._rows: I32Array | None = None  # decode rows, when they change
@@ -295,7 +295,7 @@ def decode(scale: Scale, bandwidth: float, group: Group = ALONE) -> Iterator[dic
         wall = (time.perf_counter() - begin) / scale.steps
         weights = _weight_bytes(config)
         tokens_read = (tokens_before + driver.tokens) / 2
-        kv = tokens_read * device.kv_bytes_per_token
+        kv = tokens_read * device.facts.kv_bytes_per_token
         roofline = (weights + kv) / group.size / bandwidth
         busy = sum(r.device_ns for r in driver.results) / 1e9 / scale.steps
         yield {

@@ -8,8 +8,8 @@ import torch
 from worker.cpu import attention_kernels as kernels
 from worker.cpu import kernels as row_kernels
 from worker.cpu.ops import bits
+from worker.device import DeviceError
 from worker.layers.attention import AttentionShape, Rotation
-from worker.loader.errors import LoadError
 from worker.steps.batch import I32Array, StepBatch
 
 TILE = 8  # tokens of one row that share a load of K and V
@@ -20,9 +20,11 @@ class CpuAttention:
     """Paged attention for decode and prefill rows alike, in one kernel."""
 
     def __init__(self, shape: AttentionShape, threads: int) -> None:
-        """Allocate the pages. Raises LoadError for a head size that the kernels do not take."""
+        """Allocate the pages. Raises DeviceError for a head size that the kernels do not take."""
         if shape.head_dim % 4:
-            raise LoadError(f"head_dim {shape.head_dim} is not a multiple of 4, as device cpu needs it")
+            raise DeviceError(
+                f"head_dim {shape.head_dim} is not a multiple of 4, which attention on --device cpu needs"
+            )
         self.shape = shape
         self.threads = threads
         tiles = -(-shape.page_size // kernels.LANES)

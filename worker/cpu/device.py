@@ -1,4 +1,4 @@
-"""One step after another on a device that computes while we wait: plan in, result out."""
+"""A CPU that runs one step after another while we wait: plan in, result out."""
 
 import time
 from collections.abc import Callable
@@ -7,10 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from proto.cache import longest_sequence
-from proto.config import WorkerOptions
-from proto.messages import Desync, StepPlan, StepResult
-from worker.cpu.forward import Forward
+from proto.messages import Desync, StepPlan, StepResult, WorkerFacts
 from worker.cpu.sampler import Sampled, sample
 from worker.device import Completion, StepClock
 from worker.ranks.group import ALONE, Group
@@ -22,45 +19,22 @@ from worker.steps.tables import SlotTables
 _NOTHING_SAMPLED = Sampled(np.zeros(0, np.int32), np.zeros(0, np.uint8), ())
 
 
-class Runner:
-    """Forward pass and sampling of every step, and the last token of every slot.
+class CpuDevice:
+    """Implements `worker.device.Device`. Made by `worker.cpu.start.start`.
 
     Every rank of `group` has one and gets the same plans; rank 0 samples.
     """
 
-    max_step_ids = 1
-
-    def __init__(self, forward: Forward, options: WorkerOptions, group: Group = ALONE) -> None:
-        self.forward = forward
-        self.num_pages = forward.num_pages
-        self.window = forward.window
-        self.window_pages = forward.window_pages
-        self.page_size = forward.page_size
-        self.max_model_len = longest_sequence(
-            forward.num_pages,
-            forward.window,
-            forward.window_pages,
-            forward.page_size,
-            min(forward.max_model_len, options.max_model_len or forward.max_model_len),
-        )
-        self.vocab_size = forward.vocab_size
-        self.kv_bytes_per_token = forward.kv_bytes_per_token
-        self.device = forward.device
-        self.dtype = forward.dtype
+    def __init__(self, facts: WorkerFacts, logits: Callable[[StepBatch], torch.Tensor], group: Group = ALONE) -> None:
+        """`logits`: the forward pass, see `CpuStep.logits`."""
+        self.facts = facts
         self.clock = StepClock()
         self.on_logits: Callable[[StepBatch, torch.Tensor], None] | None = None  # a tap for tests
+        self._logits = logits
         self._group = group
         self._sequence = PlanSequence()
-        self._tables = SlotTables(
-            max_slots=options.max_num_seqs,
-            num_pages=self.num_pages,
-            page_size=self.page_size,
-            max_model_len=self.max_model_len,
-            vocab_size=self.vocab_size,
-            window=self.window,
-            window_pages=self.window_pages,
-        )
-        self._last_token = np.zeros(options.max_num_seqs, np.int32)
+        self._tables = SlotTables.of(facts)
+        self._last_token = np.zeros(facts.max_num_seqs, np.int32)
 
     def reset(self, epoch: int) -> None:
         """Forget all slots; the next plan is the first of `epoch`."""
@@ -68,7 +42,7 @@ class Runner:
         self._tables.reset()
 
     def launch(self, plan: StepPlan) -> Completion | None:
-        """`step`, as the loop asks for it: its answer may leave at once."""
+        """As `step`; the answer may leave at once."""
         answer = self.step(plan)
         return None if answer is None else Completion(answer, due=0)
 
@@ -98,7 +72,7 @@ class Runner:
     def _run(self, batch: StepBatch) -> Sampled:
         if not len(batch.token_ids):
             return _NOTHING_SAMPLED
-        logits = self.forward.forward(batch)
+        logits = self._logits(batch)
         if self.on_logits is not None:
             self.on_logits(batch, logits)
         if not len(batch.logit_tokens):

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from proto.channel import encode
-from proto.config import WorkerOptions
-from proto.messages import StepPlan, StepResult, TokenLogprobs
+from proto.messages import StepPlan, StepResult, TokenLogprobs, WorkerFacts
 from proto.parameters import GREEDY_TEMPERATURE
 from worker.cuda.flashinfer import pad_indptr
 from worker.cuda.frames import Frame, Frames, Span
@@ -27,43 +26,19 @@ _NOTHING = np.zeros(0, np.int32)
 MASKED_IDS_PER_ROW = 1280  # stop ids that rows may forbid on average: a caller's 1024 and the model's own
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What a device was found to have room for."""
-
-    num_pages: int  # of layers that attend to all positions; 0 = there are none
-    window: int  # of the other layers, the largest, if these have pages of their own
-    window_pages: int
-    page_size: int
-    max_model_len: int
-    vocab_size: int
-    kv_bytes_per_token: int
-    dtype: str
-    tile_tokens: int = 0  # of a chunk's row, at most; 0 = no bound (see `worker.cuda.tiles`)
-
-    @property
-    def groups(self) -> dict[int, int]:
-        """Pages of each cache group that there is."""
-        return {group: pages for group, pages in enumerate((self.num_pages, self.window_pages)) if pages}
-
-    @property
-    def stride(self) -> int:
-        """Pages of which multiples begin the lists of rows behind a window."""
-        return list_stride(self.page_size) if self.tile_tokens else 1
-
-    @property
-    def pages_per_slot(self) -> int:
-        """One to spare: a row at its end may hold the page of a token that never comes."""
-        return -(-self.max_model_len // self.page_size) + 1
+def pages_per_slot(max_model_len: int, page_size: int) -> int:
+    """One to spare: a row at its end may hold the page of a token that never comes."""
+    return -(-max_model_len // page_size) + 1
 
 
-def words_of_a_step(options: WorkerOptions, sizes: Sizes, max_rows: int) -> int:
+def words_of_a_step(facts: WorkerFacts, groups: int, max_rows: int) -> int:
     """Words of metadata that the largest step may bring; `max_rows`: of a step whose chunks are cut."""
-    rows, tokens = options.max_num_seqs, max(options.max_num_batched_tokens, options.max_num_seqs)
+    rows, tokens = facts.max_num_seqs, max(facts.max_num_batched_tokens, facts.max_num_seqs)
+    pages = pages_per_slot(facts.max_model_len, facts.page_size)
     return (
         2 * rows  # sampled rows
         + 3 * tokens + 2 * max_rows + rows  # `MixedInputs`, and of each group:
-        + len(sizes.groups) * (max_rows + 1 + 2 * rows * sizes.pages_per_slot)  # indptr, pages that a plan may place
+        + groups * (max_rows + 1 + 2 * rows * pages)  # indptr, pages that a plan may place
         + (1 + SamplingTable.WORDS) * rows
         + 2 * rows * MASKED_IDS_PER_ROW
         + rows  # that want log-probabilities
@@ -103,25 +78,18 @@ class CudaDevice:
     is decided by the output thread, in `Deferred.wait`.
     """
 
-    device = "cuda"
-    max_step_ids = 1
-
     def __init__(
         self,
-        options: WorkerOptions,
-        sizes: Sizes,
+        facts: WorkerFacts,
         step: GpuStep,
         graphs: Graphs | None,
         compute: torch.cuda.Stream,
+        *,
+        depth: int,
+        tile_tokens: int = 0,
     ) -> None:
-        self.num_pages = sizes.num_pages
-        self.window = sizes.window
-        self.window_pages = sizes.window_pages
-        self.page_size = sizes.page_size
-        self.max_model_len = sizes.max_model_len
-        self.vocab_size = sizes.vocab_size
-        self.kv_bytes_per_token = sizes.kv_bytes_per_token
-        self.dtype = sizes.dtype
+        """`depth`: steps in flight. `tile_tokens`: longest row of a chunk, 0 = no bound (see `worker.cuda.tiles`)."""
+        self.facts = facts
         self.clock = StepClock()
         self._step = step
         self._graphs = None if graphs is None else graphs.decode
@@ -130,20 +98,11 @@ class CudaDevice:
         self._gpu = torch.cuda.current_device()
         self._copies = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._sequence = PlanSequence()
-        self._tables = SlotTables(
-            max_slots=options.max_num_seqs,
-            num_pages=sizes.num_pages,
-            page_size=sizes.page_size,
-            max_model_len=sizes.max_model_len,
-            vocab_size=sizes.vocab_size,
-            window=sizes.window,
-            window_pages=sizes.window_pages,
-            stride=sizes.stride,
-            lists_pages=False,
-        )
-        self._tile_tokens = sizes.tile_tokens
+        stride = list_stride(facts.page_size) if tile_tokens else 1
+        self._tables = SlotTables.of(facts, stride=stride, lists_pages=False)
+        self._tile_tokens = tile_tokens
         # One more than steps in flight, since the output thread keeps the last one for the time of its end.
-        self._frames = Frames(options.pipeline_depth + 1, step.inputs.numel(), options.max_num_seqs)
+        self._frames = Frames(depth + 1, step.inputs.numel(), facts.max_num_seqs)
         self._last: Frame | None = None  # of the step before, with the output thread
         self._read: torch.cuda.Event | None = None  # what was drawn last has been copied
 
@@ -161,7 +120,7 @@ class CudaDevice:
         batch = self._tables.apply(plan)
         rows = self._tables.sampling_rows(batch)
         if self._tile_tokens:
-            batch = cut_chunks(batch, self._tile_tokens, self.page_size, self.window)
+            batch = cut_chunks(batch, self._tile_tokens, self.facts.page_size, self.facts.window)
         frame = self._frames.take()
         packed = self._pack(frame, plan, batch, rows)
         with torch.inference_mode(), torch.cuda.stream(self._compute):
@@ -222,7 +181,7 @@ class CudaDevice:
             positions=frame.put(batch.positions, size=tokens),
             ids=frame.put(batch.token_ids, size=tokens),
             row_slots=frame.put(batch.slots),
-            row_starts=frame.put(batch.positions[batch.qo_indptr[:-1]] if self.window else _NOTHING),
+            row_starts=frame.put(batch.positions[batch.qo_indptr[:-1]] if self.facts.window else _NOTHING),
             kv_indptr={g: frame.put(batch.of_group(g).kv_indptr) for g in self._step.state.groups},
             logit_tokens=frame.put(batch.logit_tokens),
         )

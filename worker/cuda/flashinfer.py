@@ -28,8 +28,8 @@ import torch
 from worker.cuda.flashinfer_api import check_wrapper, library
 from worker.cuda.flashinfer_buffers import I32, PinnedRing, PinnedTurn
 from worker.cuda.flashinfer_pages import GroupPages, groups_of
+from worker.device import DeviceError
 from worker.layers.attention import AttentionShape, Rotation
-from worker.loader.errors import LoadError
 from worker.steps.batch import PageLists, StepBatch
 
 CUDA_CORE_GROUPS = frozenset({1, 2, 3, 4, 6, 8, 16})  # query heads for each KV head
@@ -103,7 +103,7 @@ class FlashInferAttention:
         deterministic: bool = False,
         device: torch.device | str = "cuda",
     ) -> None:
-        """Allocate pages (one more than the shape says, in each group) and workspaces on `device`. Raises LoadError."""
+        """Allocate workspaces, and in each group one page more than the shape says. Raises DeviceError."""
         api = library()
         self.shape = shape
         self.limits = limits
@@ -335,10 +335,10 @@ def pad_indptr(lists: StepBatch | PageLists | None, bucket: int) -> I32:
 def _check(shape: AttentionShape, head_dims: frozenset[int], dtypes: frozenset[torch.dtype]) -> None:
     if shape.head_dim not in head_dims:
         known = ", ".join(map(str, sorted(head_dims)))
-        raise LoadError(f"head_dim {shape.head_dim} is not one of {known}, which FlashInfer's kernels are made for")
+        raise DeviceError(f"head_dim {shape.head_dim} is not one of {known}, which FlashInfer's kernels are made for")
     if shape.dtype not in dtypes:
         known = " or ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-        raise LoadError(f"dtype {str(shape.dtype).removeprefix('torch.')} is not {known}, as device cuda needs it")
+        raise DeviceError(f"dtype {str(shape.dtype).removeprefix('torch.')} is not {known}, as device cuda needs it")
     if shape.alibi and shape.logits_soft_cap:
         # The kernels count queries of a row from 0: a constant that softmax does not see, but tanh does.
-        raise LoadError("ALiBi together with a soft cap of attention scores is not supported on device cuda")
+        raise DeviceError("ALiBi together with a soft cap of attention scores is not supported on device cuda")

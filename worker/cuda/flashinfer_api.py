@@ -6,6 +6,8 @@ Nothing here is imported before a GPU worker asks, so a machine without CUDA can
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from worker.device import DeviceError
+
 if TYPE_CHECKING:
     import torch
 
@@ -13,8 +15,8 @@ VERSION = "0.7.4"  # whose contract `worker.cuda.flashinfer` is written to
 _WRAPPER_FIELDS = ("_int_workspace_buffer", "_pin_memory_int_workspace_buffer")
 
 
-class FlashInferError(RuntimeError):
-    """FlashInfer is missing, or not as this worker knows it. The text says what to do."""
+class FlashInferError(DeviceError):
+    """FlashInfer is missing, or of a version that this worker does not know. The text says what to do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from worker.cuda.load import require_cuda
+from worker.cuda.gpus import require_cuda
 from worker.ranks.distributed import DistributedGroup, add_in_order
 from worker.ranks.group import Group, PeerLostError
 

@@ -3,30 +3,30 @@
 import gc
 import logging
 
+import msgspec
 import numpy as np
 import torch
 
-from proto.cache import CacheGroups, longest_sequence
+from proto.cache import CacheGroups
 from proto.config import WorkerOptions
-from worker.cuda.device import CudaDevice, Graphs, Sizes, words_of_a_step
+from proto.messages import WorkerFacts
+from worker.cuda.device import CudaDevice, Graphs, pages_per_slot, words_of_a_step
 from worker.cuda.flashinfer import FlashInferAttention, KvFormat, Limits
-from worker.cuda.flashinfer_api import FlashInferError
+from worker.cuda.gpus import require_cuda
 from worker.cuda.graphs import DecodeGraphs, Progress
-from worker.cuda.load import load_model, require_cuda, resolve_dtype, resolve_kv_dtype
 from worker.cuda.memory import Measured, pool_pages, used_memory
+from worker.cuda.ops import CudaOps
 from worker.cuda.piecewise import PiecewiseGraphs, busy_tokens, token_sizes
 from worker.cuda.sampling import Mode
-from worker.cuda.self_test import check_law
+from worker.cuda.self_test import check_batch_invariance
 from worker.cuda.state import SlotPages, SlotState
 from worker.cuda.step import GpuStep
-from worker.cuda.tiles import most_rows, tokens_of_a_tile
-from worker.device import DeviceError
+from worker.cuda.tiles import list_stride, most_rows, tokens_of_a_tile
+from worker.device import DeviceError, facts_of, wanted_length
 from worker.layers.attention import AttentionShape
-from worker.loader.errors import LoadError
 from worker.loader.kv_scales import kv_scales
-from worker.models.base import Model
+from worker.loader.model import load_model, resolve_dtype
 from worker.ranks.group import ALONE, Group
-from worker.steps.prompts import LawError
 from worker.steps.prompts import step as prompts_step
 
 log = logging.getLogger(__name__)
@@ -35,13 +35,10 @@ log = logging.getLogger(__name__)
 def start(options: WorkerOptions, progress: Progress, group: Group = ALONE) -> CudaDevice:
     """Load, measure, allocate, capture: all ranks of `group` together.
 
-    Raises DeviceError, naming what is missing or the flag or file at fault, and PeerLostError.
+    Raises DeviceError, which names what is missing or the flag or file at fault, and PeerLostError.
     """
     require_cuda()
-    try:
-        return _Start(options, progress, group).device()
-    except (LoadError, LawError, FlashInferError) as error:
-        raise DeviceError(str(error)) from error
+    return _Start(options, progress, group).device()
 
 
 class _Start:
@@ -50,14 +47,16 @@ class _Start:
     def __init__(self, options: WorkerOptions, progress: Progress, group: Group) -> None:
         config = options.manifest.config
         if config.alibi and group.size > 1:  # FlashInfer's kernels take slopes by a head's number on this rank
-            raise LoadError(f"--tensor-parallel-size {group.size}: device cuda runs models with ALiBi on one rank only")
+            raise DeviceError(
+                f"--tensor-parallel-size {group.size}: device cuda runs models with ALiBi on one rank only"
+            )
         self._options = options
         self._progress = progress
         self._group = group
         self._local = group.shape(config)
-        self._dtype = resolve_dtype(options.dtype, config.dtype)
+        self._dtype = resolve_dtype(options.dtype, config.dtype, {"float32": "bfloat16"})
         self._kv_format = _kv_format(options, self._dtype)
-        self._wanted_len = options.max_model_len or config.max_position_embeddings
+        self._wanted_len = wanted_length(options)
         token_bytes = self._local.kv_bytes_per_token(self._kv_format.dtype.itemsize)
         self._cache = CacheGroups.of(self._local, options.page_size, token_bytes, self._wanted_len)
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -65,64 +64,54 @@ class _Start:
             self._connect()
         # Shares may be unequal, but all ranks must capture the same graphs.
         self._busy_tokens = group.minimum(busy_tokens(self._local))
-        self._model: Model = load_model(options, self._dtype, self._wanted_len, progress, group)
+        self._tile_tokens = tokens_of_a_tile(self._local) if options.deterministic else 0
+        ops = CudaOps(deterministic=options.deterministic)
+        self._model = load_model(options, ops, self._dtype, self._wanted_len, progress, group, "cuda")
 
     def device(self) -> CudaDevice:
         options = self._options
         fixed = options.num_pages is not None or options.kv_bytes is not None
         full, windowed = pool_pages(options, _NOTHING if fixed else self._measure(), self._cache)
-        pages = self._group.minimum(full), self._group.minimum(windowed)
-        window, size = self._cache.window, options.page_size
-        sizes = self._sizes(pages, longest_sequence(pages[0], window, pages[1], size, self._wanted_len))
-        step = self._step(sizes)
+        facts = self._facts((self._group.minimum(full), self._group.minimum(windowed)))
+        step = self._step(facts)
         # What has been made so far was made on more than one stream; steps run on one of their own.
         torch.cuda.synchronize()
         if options.deterministic:
             self._progress("checking that outputs do not depend on the batch", 0, 0)
-            most = sizes.tile_tokens, options.max_num_batched_tokens, sizes.max_model_len
-            check_law(step, self._stream, *most, sizes.window)
+            check_batch_invariance(step, facts, self._stream, self._tile_tokens)
         graphs = self._capture(step)
-        return CudaDevice(options, sizes, step, graphs, self._stream)
+        return CudaDevice(
+            facts, step, graphs, self._stream, depth=options.pipeline_depth, tile_tokens=self._tile_tokens
+        )
 
-    def _sizes(self, pages: tuple[int, int], max_model_len: int) -> Sizes:
-        options, config = self._options, self._options.manifest.config
-        return Sizes(
-            num_pages=pages[0],
-            window=self._cache.window,
-            window_pages=pages[1],
-            page_size=options.page_size,
-            max_model_len=max_model_len,
-            vocab_size=config.vocab_size,
-            kv_bytes_per_token=config.kv_bytes_per_token(self._kv_format.dtype.itemsize),
+    def _facts(self, pages: tuple[int, int]) -> WorkerFacts:
+        return facts_of(
+            self._options,
             dtype=str(self._dtype).removeprefix("torch."),
-            tile_tokens=tokens_of_a_tile(self._local) if options.deterministic else 0,
+            kv_element_bytes=self._kv_format.dtype.itemsize,
+            pages=pages,
+            window=self._cache.window,
         )
 
-    def _step(self, sizes: Sizes) -> GpuStep:
-        options, config = self._options, self._options.manifest.config
-        shape = AttentionShape(
-            num_layers=config.num_layers,
-            num_heads=self._local.num_heads,
-            num_kv_heads=self._local.num_kv_heads,
-            head_dim=config.head_dim,
-            windows=config.windows,
-            page_size=options.page_size,
-            num_pages=sizes.num_pages,
-            window_pages=sizes.window_pages,
+    def _step(self, facts: WorkerFacts) -> GpuStep:
+        options, config, size = self._options, self._options.manifest.config, facts.page_size
+        shape = AttentionShape.of(
+            config,
+            self._group,
             dtype=self._dtype,
-            scale=config.attention_scale or config.head_dim**-0.5,
-            logits_soft_cap=config.attention_soft_cap,
-            alibi=config.alibi,
+            page_size=size,
+            num_pages=facts.num_pages,
+            window_pages=facts.window_pages,
         )
-        rows = options.max_num_seqs
-        tokens = max(options.max_num_batched_tokens, rows)
+        rows = facts.max_num_seqs
+        tokens = max(facts.max_num_batched_tokens, rows)
         cut_rows = rows
-        if sizes.tile_tokens:
-            cut_rows = most_rows(rows, tokens, sizes.tile_tokens, options.page_size, sizes.window)
+        if self._tile_tokens:
+            cut_rows = most_rows(rows, tokens, self._tile_tokens, size, facts.window)
         limits = Limits(
             max_rows=cut_rows,
             max_tokens=tokens,
-            max_pages_per_row=sizes.pages_per_slot,
+            max_pages_per_row=pages_per_slot(facts.max_model_len, size),
             depth=options.pipeline_depth + 1,
         )
         with torch.cuda.stream(self._stream):
@@ -130,25 +119,25 @@ class _Start:
             return GpuStep(
                 self._model,
                 attention,
-                self._state(sizes, attention),
+                self._state(facts, attention),
                 self._group,
                 max_rows=rows,
-                vocab_size=sizes.vocab_size,
-                words=words_of_a_step(options, sizes, cut_rows),
+                vocab_size=facts.vocab_size,
+                words=words_of_a_step(facts, len(attention.groups), cut_rows),
             )
 
-    def _state(self, sizes: Sizes, attention: FlashInferAttention) -> SlotState:
-        device, slots = torch.device("cuda"), self._options.max_num_seqs
+    def _state(self, facts: WorkerFacts, attention: FlashInferAttention) -> SlotState:
+        device, slots = torch.device("cuda"), facts.max_num_seqs
         groups = {
             group: SlotPages(
                 slots,
-                sizes.pages_per_slot,
-                sizes.page_size,
+                pages_per_slot(facts.max_model_len, facts.page_size),
+                facts.page_size,
                 pages.dummy_page,
                 len(pages.kv_indices),
                 device,
-                window=sizes.window if group else 0,
-                stride=sizes.stride,
+                window=facts.window if group else 0,
+                stride=list_stride(facts.page_size) if self._tile_tokens else 1,
             )
             for group, pages in attention.groups.items()
         }
@@ -188,7 +177,7 @@ class _Start:
         pages = each * bool(self._cache.full_layers), each * bool(self._cache.window)
         torch.cuda.empty_cache()  # what loading has left behind
         before = used_memory()
-        step = self._step(self._sizes(pages, self._wanted_len))
+        step = self._step(msgspec.structs.replace(self._facts(pages), max_model_len=self._wanted_len))
         attention = used_memory() - before - self._cache.bytes(*(count and count + 1 for count in pages))
         peak = self._peak(step, lengths)
         kept = self._graph_bytes(step)
@@ -236,12 +225,11 @@ class _Start:
 
 
 def _kv_format(options: WorkerOptions, dtype: torch.dtype) -> KvFormat:
-    kv_dtype = resolve_kv_dtype(options.kv_cache_dtype, dtype)
-    if kv_dtype == dtype:
+    if options.kv_cache_dtype == "auto":
         return KvFormat(dtype)
     scales = () if options.load_format == "dummy" else kv_scales(options.manifest)
     log.info("K and V are kept in fp8, %s", "by the checkpoint's scales" if scales else "unscaled, cut at ±448")
-    return KvFormat(kv_dtype, scales)
+    return KvFormat(torch.float8_e4m3fn, scales)
 
 
 _NOTHING = Measured(total=0, before=0, attention=0, peak=0, graphs=0)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from worker.layers.alibi import alibi_slopes
-from worker.ranks.group import Share, whole
+from proto.model import ModelConfig
+from worker.ranks.group import Group, Share, whole
 from worker.steps.batch import StepBatch
 
 if TYPE_CHECKING:
@@ -25,12 +25,41 @@ class AttentionShape:
     windows: tuple[int, ...]  # per layer; 0 = full attention, W = the last W positions, itself included
     page_size: int
     num_pages: int
-    dtype: "torch.dtype"  # of K, V and activations
+    dtype: "torch.dtype"  # of activations, and of K and V unless they are stored in another
     scale: float  # of q·k, usually 1/√head_dim
     logits_soft_cap: float = 0.0  # c > 0: scaled scores s become c·tanh(s/c) before the mask (Gemma 2); 0 = off
     alibi: bool = False  # slope(head) × (key position - query position) is added to scores (Press et al. 2022)
     heads: Share | None = None  # which of the model's heads these are; None = all
     window_pages: int = 0  # of layers with a window, if these have pages of their own; 0 = all layers have `num_pages`
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        group: Group,
+        *,
+        dtype: "torch.dtype",
+        page_size: int,
+        num_pages: int,
+        window_pages: int,
+    ) -> "AttentionShape":
+        """Return the shape of this rank's share of a model."""
+        heads, kv_heads = group.share_heads(config)
+        return cls(
+            num_layers=config.num_layers,
+            num_heads=heads.size,
+            num_kv_heads=kv_heads.size,
+            head_dim=config.head_dim,
+            windows=config.windows,
+            page_size=page_size,
+            num_pages=num_pages,
+            dtype=dtype,
+            scale=config.attention_scale or config.head_dim**-0.5,
+            logits_soft_cap=config.attention_soft_cap,
+            alibi=config.alibi,
+            heads=heads,
+            window_pages=window_pages,
+        )
 
     def window_of(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -47,6 +76,18 @@ class AttentionShape:
         """ALiBi's, of these heads [num_heads]."""
         heads = self.heads or whole(self.num_heads)
         return alibi_slopes(heads.total)[heads.start : heads.stop]
+
+
+def alibi_slopes(heads: int) -> npt.NDArray[np.float32]:
+    """Slope of each head, [heads] float32: what a score loses for each position of distance (Press et al. 2022).
+
+    For n heads, a power of two, 2^(-8/n), 2^(-16/n), …, 2^-8. For other numbers those of the largest power of two
+    below, then every second one of twice that power, as the paper's authors do.
+    """
+    power = 1 << (heads.bit_length() - 1)
+    exponents = np.arange(1, power + 1) * (-8.0 / power)
+    between = np.arange(1, 2 * (heads - power), 2) * (-4.0 / power)
+    return (2.0 ** np.concatenate([exponents, between])).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,14 +140,13 @@ def _checkpoint_name(names: dict[str, str], path: str) -> str | None:
 def fill_dummy(parameters: dict[str, Parameter], seed: int) -> None:
     """Fill in random weights that keep activations in range: norms 1, the rest normal with deviation 0.02.
 
-    A rank draws all and keeps its share, so that any number of ranks has the same model.
+    They are drawn on the host, since a GPU's generator gives others, and a rank draws all and keeps its share: so any
+    number of ranks on any device has the same model.
     """
     generator = torch.Generator().manual_seed(seed)
     for path, parameter in parameters.items():
         if path.endswith("norm.weight"):
             parameter.tensor.fill_(1)
-        elif all(share.whole for share in parameter.parts.values()):
-            parameter.tensor.normal_(0, 0.02, generator=generator)
-        else:
-            drawn = torch.empty(parameter.shape, dtype=parameter.tensor.dtype)
-            parameter.copy_from(drawn.normal_(0, 0.02, generator=generator))
+            continue
+        drawn = torch.empty(parameter.shape, dtype=parameter.tensor.dtype)
+        parameter.copy_from(drawn.normal_(0, 0.02, generator=generator))

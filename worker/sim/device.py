@@ -11,11 +11,11 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from proto.cache import CacheGroups, longest_sequence
+from proto.cache import CacheGroups
 from proto.channel import encode
 from proto.config import WorkerOptions
 from proto.messages import I32, StepPlan, StepResult, TokenLogprobs, column
-from worker.device import Completion, DeviceError, StepClock
+from worker.device import Completion, DeviceError, StepClock, facts_of, wanted_length
 from worker.sim.roofline import ELEMENT_BYTES, Roofline, parse_gpu
 from worker.steps.batch import I32Array
 from worker.steps.random import U64Array
@@ -30,36 +30,28 @@ class SimulatedDevice:
     def __init__(self, options: WorkerOptions, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         model = options.manifest.config
         gpu = parse_gpu(options.device)
-        self.device = options.device
-        self.dtype = model.dtype if options.dtype == "auto" else options.dtype
-        if self.dtype not in ELEMENT_BYTES:
-            raise DeviceError(f"--dtype {self.dtype} is none of {', '.join(ELEMENT_BYTES)}")
-        self._roofline = Roofline(model, gpu, ELEMENT_BYTES[self.dtype])
-        self.kv_bytes_per_token = self._roofline.kv_bytes_per_token
-        self.page_size = options.page_size
-        self.vocab_size = model.vocab_size
-        wanted = min(model.max_position_embeddings, options.max_model_len or model.max_position_embeddings)
-        groups = CacheGroups.of(model, self.page_size, self.kv_bytes_per_token, wanted)
-        self.window = groups.window
-        self.num_pages, self.window_pages = self._pool_pages(options, gpu.memory, groups)
-        self.max_model_len = longest_sequence(self.num_pages, self.window, self.window_pages, self.page_size, wanted)
-        self.max_step_ids = int(gpu.max_step_ids)
+        dtype = model.dtype if options.dtype == "auto" else options.dtype
+        if dtype not in ELEMENT_BYTES:
+            raise DeviceError(f"--dtype {dtype}: simulated devices support auto, {', '.join(ELEMENT_BYTES)}")
+        element_bytes = ELEMENT_BYTES[dtype]
+        self._roofline = Roofline(model, gpu, element_bytes)
+        token_bytes = model.kv_bytes_per_token(element_bytes)
+        groups = CacheGroups.of(model, options.page_size, token_bytes, wanted_length(options))
+        pages = self._pool_pages(options, gpu.memory, groups)
+        self.facts = facts_of(
+            options,
+            dtype=dtype,
+            kv_element_bytes=element_bytes,
+            pages=pages,
+            window=groups.window,
+            max_step_ids=int(gpu.max_step_ids),
+        )
         self.clock = StepClock()
         self._clock_ns = clock_ns
         self._sequence = PlanSequence()
-        self._tables = SlotTables(
-            max_slots=options.max_num_seqs,
-            num_pages=self.num_pages,
-            page_size=self.page_size,
-            max_model_len=self.max_model_len,
-            vocab_size=self.vocab_size,
-            window=self.window,
-            window_pages=self.window_pages,
-            max_step_ids=self.max_step_ids,
-            lists_pages=False,
-        )
-        eos_ids = [i for i in options.manifest.eos_ids if i < self.vocab_size]
-        self._words = np.setdiff1d(np.arange(self.vocab_size, dtype=np.int32), np.array(eos_ids, np.int32))
+        self._tables = SlotTables.of(self.facts, lists_pages=False)
+        eos_ids = [i for i in options.manifest.eos_ids if i < model.vocab_size]
+        self._words = np.setdiff1d(np.arange(model.vocab_size, dtype=np.int32), np.array(eos_ids, np.int32))
         self._eos_id = eos_ids[0] if eos_ids else None
         self._eos_below = np.uint64(int(gpu.eos * (2**32)))
 
@@ -72,8 +64,8 @@ class SimulatedDevice:
         pages = groups.divide(max(room, 0))
         if (groups.full_layers and not pages[0]) or (groups.window and not pages[1]):
             raise DeviceError(
-                f"--device {self.device}: {memory / 1e9:.1f} GB × {options.gpu_memory_utilization} leave no page of KV "
-                f"cache beside {self._roofline.weight_bytes / 1e9:.1f} GB of weights"
+                f"--device {options.device}: {memory / 1e9:.1f} GB × {options.gpu_memory_utilization} leave no page of "
+                f"KV cache beside {self._roofline.weight_bytes / 1e9:.1f} GB of weights"
             )
         return pages
 
@@ -141,11 +133,11 @@ class SimulatedDevice:
         logprob = -math.log(len(self._words))
         encoded = []
         for row, first in enumerate(firsts.tolist()):
-            top = min(int(rows.params["logprobs"][first]), self.vocab_size)
+            top = min(int(rows.params["logprobs"][first]), self.facts.vocab_size)
             if top < 0:
                 continue
             gained = ids[first : first + (1 if counts is None else int(counts[row]))]
-            tops = ((gained[:, None] + np.arange(top)) % self.vocab_size).astype(I32)
+            tops = ((gained[:, None] + np.arange(top)) % self.facts.vocab_size).astype(I32)
             found = TokenLogprobs(
                 chosen=(logprob,) * len(gained),
                 top_ids=tuple(line.tobytes() for line in tops),

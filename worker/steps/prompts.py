@@ -8,10 +8,6 @@ LENGTHS = (5, 70, 18)  # less than a KV block, more than one, more than a page
 CHUNK = 16
 
 
-class LawError(Exception):
-    """Logits depend on the batch: a fault of this build on this machine, to be reported."""
-
-
 def step(rows: list[I32Array], page_size: int, starts: list[int] | None = None) -> StepBatch:
     """A step that computes ids rows[i] from position starts[i] (0) on and wants the logits of each row's last one.
 

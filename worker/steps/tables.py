@@ -7,7 +7,7 @@ Python only for what changed.
 import numpy as np
 import numpy.typing as npt
 
-from proto.messages import U8, AdmitRow, StepPlan, column
+from proto.messages import U8, AdmitRow, StepPlan, WorkerFacts, column
 from worker.steps.batch import I32Array, PageLists, StepBatch
 from worker.steps.page_table import PageTable, outside
 from worker.steps.sampling import SAMPLING, SamplingRows, sampling_records
@@ -70,6 +70,22 @@ class SlotTables:
         self._known_ids: dict[int, I32Array] = {}  # of slots with ids to prefill
         self._arange = np.arange(max_slots + 1, dtype=np.int32)
         self._forget_rows()
+
+    @classmethod
+    def of(cls, facts: WorkerFacts, *, stride: int = 1, lists_pages: bool = True) -> "SlotTables":
+        """Return the tables of a device."""
+        return cls(
+            max_slots=facts.max_num_seqs,
+            num_pages=facts.num_pages,
+            page_size=facts.page_size,
+            max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+            window=facts.window,
+            window_pages=facts.window_pages,
+            max_step_ids=facts.max_step_ids,
+            stride=stride,
+            lists_pages=lists_pages,
+        )
 
     def reset(self) -> None:
         """Free every slot."""
