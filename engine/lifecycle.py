@@ -70,7 +70,7 @@ class Limits:
     drain: float
 
 
-class Lifecycle:
+class InstanceLifecycle:
     """The state of an instance. Every event returns the actions that it calls for."""
 
     def __init__(self, stages: Sequence[tuple[Address, bool]], limits: Limits, incarnation: int, pid: int) -> None:

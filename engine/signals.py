@@ -27,7 +27,7 @@ class Signals:
     def fileno(self) -> int:
         return self._reader.fileno()
 
-    def ask_to_end(self) -> bool:
+    def end_requested(self) -> bool:
         """Return whether a signal that ends programs is pending."""
         return any(number != signal.SIGCHLD for number in self._pending)
 

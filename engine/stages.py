@@ -18,7 +18,7 @@ class Vitals:
 
 @dataclass(slots=True)
 class StageRecord:
-    """One stage as the supervisor knows it. Only Lifecycle writes it."""
+    """One stage as the supervisor knows it. Only InstanceLifecycle writes it."""
 
     address: Address
     wrapped: bool

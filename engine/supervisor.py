@@ -1,4 +1,4 @@
-"""The root process of an instance: passes events to the Lifecycle and carries out what it decides."""
+"""The root process of an instance: passes events to the InstanceLifecycle and carries out what it decides."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ import msgspec
 from engine.config import ServeConfig
 from engine.console import Console
 from engine.documents import MODULES, Surroundings, command_line, stage_config
-from engine.lifecycle import Lifecycle, Limits
+from engine.lifecycle import InstanceLifecycle, Limits
 from engine.parallel import refuse_division
 from engine.port import Port, PortError
 from engine.preparation import PreparationError, prepare_model
@@ -62,7 +62,7 @@ def _serve(config: ServeConfig, modules: Mapping[StageKind, str], console: Conso
             needs_weights=config.needs_weights,
             death_fd=pipe.read_fd,
             console=console,
-            cancelled=signals.ask_to_end,
+            cancelled=signals.end_requested,
         )
         if manifest is None:
             return 0
@@ -115,7 +115,7 @@ class Supervisor:
         if config.parent_fd >= 0:
             self._selector.register(config.parent_fd, selectors.EVENT_READ, self._on_parent_end)
         self._next_look = 0.0
-        self._lifecycle = Lifecycle(
+        self._lifecycle = InstanceLifecycle(
             [(address, address.kind in config.wrappers) for address in config.addresses],
             Limits(config.startup_timeout, config.stall_timeout, config.drain_timeout),
             _INCARNATION,

@@ -39,7 +39,7 @@ Facts = WorkerFacts | TokenizerFacts | ServerFacts | None
 
 
 class Ready(Message, frozen=True, tag="ready"):
-    """Every stage → supervisor, once: it can work."""
+    """Every stage → supervisor, once: it is ready."""
 
     pid: int  # its own; with --wrap the supervisor's child is the wrapper
     schema: str
@@ -47,7 +47,7 @@ class Ready(Message, frozen=True, tag="ready"):
 
 
 class Progress(Message, frozen=True, tag="progress"):
-    """A starting stage → supervisor: long work goes on."""
+    """Starting stage → supervisor: how far a long start has come."""
 
     text: str
     done: int
@@ -55,9 +55,9 @@ class Progress(Message, frozen=True, tag="progress"):
 
 
 class Histogram(Message, frozen=True, tag="histogram"):
-    """How values of one quantity are spread, since the process started."""
+    """How the values of one quantity are spread, since the process started."""
 
-    counts: tuple[int, ...]  # by bucket of the metric (`proto.metrics`), and at last of what is beyond all of them
+    counts: tuple[int, ...]  # of each bucket of the metric (`proto.metrics`), then of the values above them all
     sum: float
 
 
@@ -75,15 +75,15 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
 
 
 class Serving(Message, frozen=True, tag="serving"):
-    """Server → supervisor: its address answers and the ring has passed a token."""
+    """Server → supervisor: it accepts calls, and the ring has generated a token."""
 
 
 class DrainRequest(Message, frozen=True, tag="drain_request"):
-    """Server → supervisor: a caller of Control.Drain asks for it."""
+    """Server → supervisor: Control.Drain was called."""
 
 
 class Drained(Message, frozen=True, tag="drained"):
-    """Server → supervisor: no stream is left."""
+    """Server → supervisor: no stream is open any more."""
 
 
 class StageState(IntEnum):
@@ -94,6 +94,8 @@ class StageState(IntEnum):
 
 
 class StageInfo(Message, frozen=True, tag="stage"):
+    """What the supervisor knows of one process."""
+
     address: Address
     incarnation: int
     pid: int
@@ -102,12 +104,12 @@ class StageInfo(Message, frozen=True, tag="stage"):
     rss_bytes: int
     cpu_seconds: float
     restarts: int
-    counters: dict[str, float]  # of the last heartbeat, as histograms
+    counters: dict[str, float]  # of the last heartbeat, like the histograms
     histograms: dict[str, Histogram] = msgspec.field(default_factory=dict)
 
 
 class World(Message, frozen=True, tag="world"):
-    """Supervisor → every stage, at each change and once a second: who lives."""
+    """Supervisor → every stage, at each change and once a second: the state of all processes."""
 
     stages: tuple[StageInfo, ...]
     draining: bool

@@ -213,7 +213,9 @@ class Record:
                 continue
             generation.times_unknown += 1
             if generation.times_unknown >= _UNKNOWN_LIMIT:
-                generation.fail(UnavailableError("the request was lost inside the server: the scheduler has it not"))
+                generation.fail(
+                    UnavailableError("the request was lost inside the server: its scheduler does not know it")
+                )
 
     def _abort(self, *generations: Generation) -> list[Outgoing]:
         """To all schedulers: which one has a generation may not be known yet."""

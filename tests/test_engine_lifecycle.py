@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from engine.lifecycle import Lifecycle, Limits, Phase
+from engine.lifecycle import InstanceLifecycle, Limits, Phase
 from engine.stages import Action, Announce, Kill, Say, Start, Tell, Vitals
 from proto.ids import Address, StageKind
 from proto.messages import (
@@ -40,7 +40,7 @@ class Play:
     def __init__(self, addresses: list[Address] = ADDRESSES, wrapped: frozenset[Address] = frozenset()) -> None:
         self.now = 1000.0
         self.done: list[Action] = []
-        self.lifecycle = Lifecycle([(address, address in wrapped) for address in addresses], LIMITS, 1, 100)
+        self.lifecycle = InstanceLifecycle([(address, address in wrapped) for address in addresses], LIMITS, 1, 100)
         self._pids = {address: 200 + number for number, address in enumerate(addresses)}
         for action in self.lifecycle.begin(self.now):
             assert isinstance(action, Start)
@@ -200,7 +200,7 @@ def test_a_death_at_start_needs_no_farewell() -> None:
 
 
 def test_what_cannot_even_be_started_stops_those_that_were() -> None:
-    lifecycle = Lifecycle([(address, False) for address in ADDRESSES], LIMITS, 1, 100)
+    lifecycle = InstanceLifecycle([(address, False) for address in ADDRESSES], LIMITS, 1, 100)
     lifecycle.begin(0.0)
     lifecycle.on_spawned(SERVER, 200)
     actions = lifecycle.on_startup_error("'nsys' cannot be started: No such file or directory")
