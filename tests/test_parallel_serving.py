@@ -64,15 +64,16 @@ def test_two_ranks_give_the_tokens_of_one_and_stop_in_good_order(model: str, pai
     assert [title for title in pids(pair) if title in RANKS] == list(RANKS)
     ids = list(range(5, 45))  # several chunks, and more than two pages
     assert generate(pair, ids, 24) == alone(model, ids, 24)
+    with start(model, 1) as one:
+        assert generate(pair, ids, 24, temperature=0.9) == generate(one, ids, 24, temperature=0.9)
     assert pair.stop(20) == 0
 
 
 @pytest.mark.model
 def test_two_ranks_give_the_demo_models_tokens() -> None:
     ids = [504, 3575, 282, 4649, 314]
-    with start("demo", 2) as two, start("demo", 1) as one:
-        for temperature in (0.0, 0.9):
-            assert generate(two, ids, 8, temperature) == generate(one, ids, 8, temperature)
+    with start("demo", 2) as two:
+        assert generate(two, ids, 8) == alone("demo", ids, 8)
 
 
 @pytest.mark.parametrize(
