@@ -43,7 +43,7 @@ class Ready(Message, frozen=True, tag="ready"):
 
     pid: int  # its own; with --wrap the supervisor's child is the wrapper
     schema: str
-    facts: Facts
+    facts: Facts = None
 
 
 class Progress(Message, frozen=True, tag="progress"):
@@ -98,22 +98,22 @@ class StageInfo(Message, frozen=True, tag="stage"):
 
     address: Address
     incarnation: int
-    pid: int
-    state: StageState
-    facts: Facts
-    rss_bytes: int
-    cpu_seconds: float
-    restarts: int
-    counters: dict[str, float]  # of the last heartbeat, like the histograms
+    pid: int = 0
+    state: StageState = StageState.READY
+    facts: Facts = None
+    rss_bytes: int = 0
+    cpu_seconds: float = 0.0
+    restarts: int = 0
+    counters: dict[str, float] = msgspec.field(default_factory=dict)  # of the last heartbeat, like the histograms
     histograms: dict[str, Histogram] = msgspec.field(default_factory=dict)
 
 
 class World(Message, frozen=True, tag="world"):
     """Supervisor → every stage, at each change and once a second: the state of all processes."""
 
-    stages: tuple[StageInfo, ...]
-    draining: bool
-    failure: str  # not empty: the instance is ending because of this
+    stages: tuple[StageInfo, ...] = ()
+    draining: bool = False
+    failure: str = ""  # not empty: the instance is ending because of this
 
 
 class Stop(Message, frozen=True, tag="stop"):

@@ -109,7 +109,7 @@ class ControlService:
                 "protobuf": google.protobuf.__version__,
                 "schema": SCHEMA_HASH,
             },
-            processes=[_process(info) for info in self._edge.stage.world.stages],
+            processes=[describe_process(info) for info in self._edge.stage.world.stages],
             uptime_seconds=time.monotonic() - self._started,
             draining=self._edge.readiness.draining,
         )
@@ -168,7 +168,8 @@ class ControlService:
         return pb.DrainResponse()
 
 
-def _process(info: StageInfo) -> pb.Process:
+def describe_process(info: StageInfo) -> pb.Process:
+    """Return a process as callers see it; histograms get their buckets' bounds."""
     return pb.Process(
         kind=_KINDS[info.address.kind],
         index=info.address.index,

@@ -138,23 +138,13 @@ def make_stage(
     kind: StageKind, index: int = 0, incarnation: int = 1, state: StageState = StageState.READY, **changes: Any
 ) -> StageInfo:
     """One process, as a World tells of it."""
-    values: dict[str, Any] = {
-        "address": Address(kind, index),
-        "incarnation": incarnation,
-        "pid": 1,
-        "state": state,
-        "facts": None,
-        "rss_bytes": 0,
-        "cpu_seconds": 0.0,
-        "restarts": 0,
-        "counters": {},
-    }
+    values: dict[str, Any] = {"address": Address(kind, index), "incarnation": incarnation, "pid": 1, "state": state}
     return StageInfo(**(values | changes))
 
 
 def make_world(*stages: StageInfo) -> World:
     """All that live, in an instance that serves."""
-    return World(stages=stages, draining=False, failure="")
+    return World(stages)
 
 
 def make_row(

@@ -108,7 +108,7 @@ def test_messages_arrive_in_order_and_name_their_sender(ring: Ring) -> None:
 def test_control_comes_before_data(ring: Ring) -> None:
     inbox = ring.inbox(WORKER)
     outbox = ring.outbox(SCHEDULER, WORKER)
-    world = World(stages=(), draining=False, failure="")
+    world = World()
     for message in (Reset(1), Reset(2), world, Stop()):
         outbox.send(message)
     time.sleep(0.2)

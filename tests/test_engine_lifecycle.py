@@ -54,7 +54,7 @@ class Play:
         return self.take(self.lifecycle.on_message(address, message))
 
     def ready(self, address: Address, schema: str = SCHEMA_HASH) -> list[Action]:
-        return self.hear(address, Ready(pid=self._pids[address], schema=schema, facts=None))
+        return self.hear(address, Ready(pid=self._pids[address], schema=schema))
 
     def serve(self) -> "Play":
         for address in self._pids:

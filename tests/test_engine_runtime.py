@@ -87,7 +87,7 @@ def end_of(process: "subprocess.Popen[str]") -> tuple[int, str]:
 def test_a_stage_gets_ready_beats_and_stops(desk: Desk) -> None:
     process = desk.start()
     ready = desk.hear(Ready)
-    assert ready == Ready(pid=process.pid, schema=SCHEMA_HASH, facts=None)
+    assert ready == Ready(pid=process.pid, schema=SCHEMA_HASH)
     assert psutil.Process(process.pid).cmdline()[0] == "quintet scheduler 0"
     began = time.monotonic()
     beats = [desk.hear(Heartbeat) for _ in range(3)]

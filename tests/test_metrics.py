@@ -5,10 +5,11 @@ import re
 import pytest
 
 from engine.runtime.metrics import HistogramRecorder
-from proto.ids import StageKind
+from proto.ids import Address, StageKind
 from proto.messages import Histogram, StageInfo, StageState
-from proto.metrics import METRICS, Metric, MetricKind
-from server.control import LOAD_COUNTERS, replica_load
+from proto.metrics import METRICS, PLAN_SECONDS, Metric, MetricKind
+from quintet_client.v1 import control_pb2 as pb
+from server.control import LOAD_COUNTERS, describe_process, replica_load
 from tests.builders import make_stage
 
 UNITS = {"", "bytes", "messages", "pages", "requests", "rows", "seconds", "steps", "tokens", "tokens/second"}
@@ -44,3 +45,13 @@ def test_a_load_is_read_from_counters_that_exist() -> None:
     info: StageInfo = make_stage(StageKind.SCHEDULER, 3, 1, StageState.STARTING)
     assert replica_load(info).index == 3
     assert replica_load(info).cache_hit_rate == 0.0
+
+
+def test_callers_get_histograms_with_their_bounds_and_the_rank_of_a_worker() -> None:
+    counts = tuple(range(len(PLAN_SECONDS.buckets) + 1))
+    histograms = {PLAN_SECONDS.name: Histogram(counts, 0.5), "of_another_version": Histogram((1,), 1.0)}
+    told = describe_process(StageInfo(Address(StageKind.SCHEDULER, 1), 2, counters={"x": 3.0}, histograms=histograms))
+    spread = pb.Histogram(bounds=PLAN_SECONDS.buckets, counts=counts, sum=0.5)
+    assert (dict(told.histograms), dict(told.counters)) == ({PLAN_SECONDS.name: spread}, {"x": 3.0})
+    worker = describe_process(StageInfo(Address(StageKind.WORKER, 1, rank=2), 2))
+    assert (worker.index, worker.rank, worker.title) == (1, 2, "quintet worker 1 rank 2")

@@ -125,15 +125,9 @@ class Pair:
                     pid=process.pid,
                     state=StageState.READY if address in self._facts else StageState.STARTING,
                     facts=self._facts.get(address),
-                    rss_bytes=0,
-                    cpu_seconds=0.0,
-                    restarts=0,
-                    counters={},
                 )
                 for address, process in self._processes.items()
-            ),
-            draining=False,
-            failure="",
+            )
         )
 
     def _last_lines(self) -> str:

@@ -98,7 +98,7 @@ class Stage:
     def __init__(self, config: StageConfig) -> None:
         self.config = config
         self.address = config.address
-        self.world = World(stages=(), draining=False, failure="")
+        self.world = World()
         self.stopping = False
         self._context = Context()
         self.inbox = Inbox(self._context, config.run_dir, self.address, config.incarnation)

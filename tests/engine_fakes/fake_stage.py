@@ -66,7 +66,7 @@ def _misbehave(stage: Stage) -> None:
         case "never-ready":
             time.sleep(60)
         case "other-schema":
-            stage.outbox(SUPERVISOR).send(Ready(pid=os.getpid(), schema="0123456789abcdef", facts=None))
+            stage.outbox(SUPERVISOR).send(Ready(pid=os.getpid(), schema="0123456789abcdef"))
             time.sleep(60)
         case "flood":
             for number in range(20_000):
