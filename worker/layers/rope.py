@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
@@ -17,7 +18,10 @@ class Rope:
 
         With a `rotary_dim`, rotate that many dimensions of a head, where `pair_across_halves` puts them.
         """
-        cos, sin = tables(config, rotary_dim or head_dim, max_position)
+        # For a model that is built on "meta", to read its shapes, these are tiny. There, arange would import all of
+        # torch's compiler, which takes a second and leaves a directory behind.
+        with torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext():
+            cos, sin = tables(config, rotary_dim or head_dim, max_position)
         unmoved = (0, head_dim // 2 - cos.shape[1])
         self.cos = torch.nn.functional.pad(cos, unmoved, value=1.0)
         self.sin = torch.nn.functional.pad(sin, unmoved)
