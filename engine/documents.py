@@ -1,12 +1,13 @@
 """The documents that the stages of an instance start with, made from its flags."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import psutil
 
 from engine.config import MEMORY_SHARE, PAGE_SIZE, ServeConfig
+from engine.flags import flags_of
 from proto.config import OPTIONS, Options, StageConfig
 from proto.ids import Address, StageKind
 from proto.model import ModelManifest
@@ -54,7 +55,7 @@ def stage_config(config: ServeConfig, around: Surroundings, address: Address, in
 
 def stage_options(config: ServeConfig, around: Surroundings, kind: StageKind) -> Options:
     """Fill a stage's options by name, from the flags and from what is derived of them."""
-    flags = {item.name: getattr(config, item.name) for item in fields(config)}
+    flags = {name: getattr(config, name) for name, flag in flags_of(ServeConfig).items() if not flag.supervisor}
     values = flags | derived_options(config, around)
     options = OPTIONS[kind]
     return msgspec.convert({name: values[name] for name in options.__struct_fields__}, options)

@@ -21,7 +21,7 @@ class Flag:
     metavar: str | None = None
     name: str = ""  # "" = the field's
     show: Callable[[Any], str] = lambda value: f"{value:g}" if isinstance(value, float) else str(value)
-    supervisor: bool = False  # read by the supervisor alone; other flags are fields of some stage's options
+    supervisor: bool = False  # for the supervisor alone; other flags are options of some stage, by the same name
     extra: Mapping[str, Any] = field(default_factory=dict)  # more arguments of `add_argument`
 
     def option(self, dest: str) -> str:
