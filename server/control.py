@@ -135,11 +135,11 @@ class ControlService:
         )
 
     async def get_load(self, _request: pb.GetLoadRequest, _context: Context) -> pb.GetLoadResponse:
-        admission = self._edge.record.admission
+        in_flight = self._edge.record.in_flight
         schedulers = [info for info in self._edge.stage.world.stages if info.address.kind is StageKind.SCHEDULER]
         return pb.GetLoadResponse(
-            in_flight_requests=admission.requests,
-            in_flight_bytes=admission.bytes,
+            in_flight_requests=in_flight.requests,
+            in_flight_bytes=in_flight.bytes,
             replicas=[replica_load(info) for info in schedulers],
         )
 

@@ -41,7 +41,7 @@ from server.wake_queue import Waiter, WakeQueue
 
 log = logging.getLogger(__name__)
 
-# What is done before other work on the loop, as health probes and new calls, gets its turn: tenths of a millisecond.
+# What is done before other work on the loop, such as health probes and new calls, gets its turn: some 0.1 ms.
 _PARTS_A_TURN = 2
 _ROWS_A_PART = 32
 _TICK_SECONDS = 0.05
@@ -51,9 +51,9 @@ _COLLECT_SECONDS = 60.0
 
 
 def spare_full_collections() -> None:
-    """Let `Edge` say when all objects are searched for cycles.
+    """Leave full garbage collections to `Edge`.
 
-    With thousands of calls open that takes 150 ms, and Python would do it several times a minute.
+    With thousands of calls open one takes 150 ms, and Python would run several a minute.
     """
     gc.collect()
     gc.freeze()
@@ -91,52 +91,52 @@ class Edge:
 
     @contextmanager
     def running(self, ask: Ask, size: int, arrival: int) -> Iterator[Generation]:
-        """A generation of a request of `size` bytes, sent on its way; stopped on leaving unless it is over.
+        """Submit a request of `size` bytes and yield its generation; abort it on leaving unless it is over.
 
         Raises DuplicateIdError or OverloadedError.
         """
-        generation, submit = self.record.open(ask, size, arrival, time.time())
+        generation, submit = self.record.open_generation(ask, size, arrival, time.time())
         waiter = self._waiters[generation.rid] = self._wake_queue.waiter()
-        generation.notify = waiter.notify
+        generation.attach(waiter.notify)
         try:
             self._send([submit])
             yield generation
         finally:
             del self._waiters[generation.rid]
-            self._send(self.record.close(generation))
+            self._send(self.record.close_generation(generation))
             if self.options.log_requests:
                 _log_request(generation)
             self._tell_drained()
 
     async def next_piece(self, generation: Generation) -> OutputPiece:
-        """What can be written next. Raises the CallError that ended the generation."""
+        """Wait for the next piece. Raises the CallError that ended the generation."""
         waiter = self._waiters[generation.rid]
         if generation.ready:
             await waiter.wait_turn()
-        while (piece := generation.take()) is None:
+        while (piece := generation.take_piece()) is None:
             await waiter.wait_notified()
         return piece
 
     async def ask(self, to: Address, question: TokenizeCall | DetokenizeCall | Flush, size: int) -> Reply:
         """Send a question of so many bytes and wait for its answer. Raises CallError."""
-        size = self.record.admit(size)
+        reserved = self.record.reserve(size)
         answer = self.calls.expect(question.rid)
         try:
             self._send([Outgoing(to, question)])
             return await answer
         finally:
             self.calls.forget(question.rid)
-            self.record.admission.leave(size)
+            self.record.in_flight.remove(reserved)
             self._tell_drained()
 
     def abort(self, client_id: str) -> bool:
-        """End a live generation with ABORT; False when there is none of that id."""
+        """End a live generation with ABORT; False when no live request has that id."""
         out = self.record.abort_by_client_id(client_id)
         self._send(out or [])
         return out is not None
 
     def request_drain(self) -> None:
-        """Have the supervisor end the instance in good order."""
+        """Ask the supervisor to drain and end the instance."""
         self._send([Outgoing(SUPERVISOR, DrainRequest())])
 
     # ------------------------------------------------------------------ the loop
@@ -151,7 +151,7 @@ class Edge:
         self._loop.remove_reader(self.stage.inbox.fd)
 
     def _tick(self) -> None:
-        """What must happen without a message. Reading is only for safety: the descriptor is edge-triggered."""
+        """Do what no message triggers. It reads too, for safety: the descriptor is edge-triggered."""
         self._receive()
         if self.ended.done():
             return
@@ -176,12 +176,12 @@ class Edge:
             self.end(ExitCode.OK)
 
     def end(self, code: int) -> None:
-        """Let the process leave with this exit code; the first one counts."""
+        """End the process with this exit code; the first call counts."""
         if not self.ended.done():
             self.ended.set_result(code)
 
     def outlive(self, task: asyncio.Task[None]) -> None:
-        """Callback of a task that ends only when it is cancelled; otherwise the process leaves because of a bug."""
+        """Callback for a task that must not end by itself: if it does, the process ends because of a bug."""
         if not task.cancelled():
             self._die(task.exception())
 
@@ -281,8 +281,8 @@ class Edge:
     def _heartbeat(self) -> Heartbeat:
         record = self.record
         counters: dict[str, float] = {
-            "in_flight_requests": record.admission.requests,
-            "in_flight_bytes": record.admission.bytes,
+            "in_flight_requests": record.in_flight.requests,
+            "in_flight_bytes": record.in_flight.bytes,
             "finished": record.finished,
             "failed": record.failed,
             "abandoned": record.abandoned,
@@ -293,7 +293,7 @@ class Edge:
 
 
 def _in_parts(message: Message) -> Iterable[Message]:
-    """The same, none of them long: a step may have news of thousands of requests."""
+    """Split a long message: a step may bring deltas for thousands of requests."""
     if not isinstance(message, Deltas) or len(message.rows) <= _ROWS_A_PART:
         return (message,)
     rows = message.rows

@@ -7,7 +7,7 @@ import msgspec
 from proto.messages import ID_BYTES, Delta, Finish, TokenLogprobs
 from server.errors import CallError, SlowReaderError
 
-# What a delta takes beside its text and ids, and a logprob: objects of Python's.
+# Python objects that hold a delta, beside its text and ids, and a logprob.
 _DELTA_BYTES = 320
 _LOGPROB_BYTES = 48
 
@@ -22,7 +22,7 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class OutputPiece(msgspec.Struct, frozen=True):
-    """What one write takes: every delta that was ready, joined."""
+    """What is written at once: every delta that was ready, joined."""
 
     first: bool
     text: str
@@ -32,7 +32,10 @@ class OutputPiece(msgspec.Struct, frozen=True):
 
 
 class Generation:
-    """A request in flight. Written only by `Record` and, through `take`, by its one handler."""
+    """A request in flight. Its attributes are for others to read: it changes through its methods only.
+
+    `Record` calls those that say what the ring did; the call's handler those that read and write the stream.
+    """
 
     def __init__(self, rid: int, client_id: str, size: int, seed: int, arrival: int) -> None:
         self.rid = rid
@@ -53,10 +56,10 @@ class Generation:
         self.times_unknown = 0  # census replies without it since the last delta
         self.ending: Ending | None = None
         self.error: CallError | None = None
-        self.notify: Callable[[], None] = _ignore  # something can be taken, or the error is set
-        self.interrupt: Callable[[], object] = _ignore  # leave a write that the client does not take
-        self.max_buffer: int | None = None  # bytes that may wait for a client; None = its handler always reads
         self.writing_since = 0  # monotonic ns, 0 = no write waits for the client
+        self._notify: Callable[[], None] = _ignore
+        self._interrupt: Callable[[], object] = _ignore
+        self._max_buffer: int | None = None  # bytes that may wait for a client; None = its handler always reads
         self._buffered = 0
         self._deltas: list[Delta] = []
         self._taken = False  # whether the first piece is out
@@ -68,11 +71,23 @@ class Generation:
 
     @property
     def ready(self) -> bool:
-        """Whether `take` would not return None."""
+        """Whether `take_piece` has something to return or to raise."""
         return bool(self._deltas) or self.over
 
-    def append(self, delta: Delta, now: int) -> None:
-        """Take a delta in its turn. Ends with SlowReaderError when too much waits for the client."""
+    # ------------------------------------------------------------------ for the record
+
+    def accept(self, replica: int, prompt_tokens: int) -> None:
+        """Note that a tokenizer sent it to a replica's scheduler."""
+        self.replica = replica
+        self.prompt_tokens = prompt_tokens
+
+    def miss(self) -> int:
+        """Count a census reply that its scheduler does not know it; returns how many came in a row."""
+        self.times_unknown += 1
+        return self.times_unknown
+
+    def append_delta(self, delta: Delta, now: int) -> None:
+        """Add the next delta. Ends with SlowReaderError when too much waits for the client."""
         self.times_unknown = 0
         self.ids_received += len(delta.ids) // ID_BYTES
         self.characters += len(delta.text)
@@ -84,32 +99,49 @@ class Generation:
         self.last_at = now
         self._deltas.append(delta)
         self._buffered += _size(delta)
-        if self.max_buffer is not None and self._buffered > self.max_buffer:
-            self.cut(f"{self._buffered} bytes of output wait, the limit is {self.max_buffer}")
+        if self._max_buffer is not None and self._buffered > self._max_buffer:
+            self.cut(f"{self._buffered} bytes of output wait, the limit is {self._max_buffer}")
             return
         if delta.finish is not Finish.NONE:
             self.ending = Ending(delta.finish, delta.matched_id, delta.matched_is_eos, delta.matched_string)
-        self.notify()
+        self._notify()
 
     def finish(self, ending: Ending) -> None:
-        """End in good order without a delta."""
+        """End normally, without a delta."""
         self.ending = ending
-        self.notify()
+        self._notify()
 
     def fail(self, error: CallError) -> None:
-        """End with an error, after what waits was written."""
+        """End with an error, which is raised once everything before it has been written."""
         self.error = error
-        self.notify()
+        self._notify()
 
     def cut(self, why: str) -> None:
-        """End at once because of the client; what waits is lost."""
+        """End at once because of the client; what was not written yet is lost."""
         self.error = SlowReaderError(f"the client does not read: {why}")
         self._deltas.clear()
-        self.interrupt()
-        self.notify()
+        self._interrupt()
+        self._notify()
 
-    def take(self) -> OutputPiece | None:
-        """All that can be written now, or None. Raises the error once nothing waits before it."""
+    # ------------------------------------------------------------------ for its handler
+
+    def attach(self, notify: Callable[[], None]) -> None:
+        """Call `notify` whenever there is a piece to take, or an error."""
+        self._notify = notify
+
+    def limit_buffer(self, max_buffer: int, interrupt: Callable[[], object]) -> None:
+        """Let at most so many bytes wait for the client; `interrupt` ends a write that it does not take."""
+        self._max_buffer = max_buffer
+        self._interrupt = interrupt
+
+    def begin_write(self, now: int) -> None:
+        self.writing_since = now
+
+    def end_write(self) -> None:
+        self.writing_since = 0
+
+    def take_piece(self) -> OutputPiece | None:
+        """Everything that can be written now, or None. Raises the error once nothing is left before it."""
         deltas, self._deltas = self._deltas, []
         self._buffered = 0
         if not deltas and self.ending is None:
@@ -148,4 +180,4 @@ def _size(delta: Delta) -> int:
 
 
 def _ignore() -> None:
-    """Nobody listens yet."""
+    """Stands in until a handler listens."""

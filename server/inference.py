@@ -58,14 +58,13 @@ class InferenceService:
             await _tell_id(generation, context)
             task = asyncio.current_task()
             assert task is not None
-            generation.interrupt = task.cancel
-            generation.max_buffer = self._edge.options.max_stream_buffer_bytes
+            generation.limit_buffer(self._edge.options.max_stream_buffer_bytes, task.cancel)
             try:
                 await self._write_all(generation, context)
             except asyncio.CancelledError:
                 if generation.error is None:
                     raise
-                # Not the caller ended this write but `Generation.cut`.
+                # It was `Generation.cut` that ended this write, not the caller.
                 task.uncancel()
                 raise generation.error from None
 
@@ -74,10 +73,10 @@ class InferenceService:
         while ending is None:
             piece = await self._edge.next_piece(generation)
             ending = piece.ending
-            # Waits for flow control; what comes meanwhile is joined into the next piece.
-            generation.writing_since = time.monotonic_ns()
+            # The write waits for flow control; what comes meanwhile is joined into the next piece.
+            generation.begin_write(time.monotonic_ns())
             await context.write(chunk_of(generation, piece, self._edge.model_name))
-            generation.writing_since = 0
+            generation.end_write()
 
     def _running(self, request: pb.GenerateRequest, context: Context) -> AbstractContextManager[Generation]:
         arrival = time.monotonic_ns()

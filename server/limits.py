@@ -43,8 +43,8 @@ def facts_of(stages: Sequence[StageInfo]) -> ModelFacts | None:
     return ModelFacts(worker=min(workers, key=lambda facts: facts.max_model_len), tokenizer=tokenizers[0])
 
 
-class Admission:
-    """How many requests and bytes are in flight in this process. The one bound on memory of the whole ring."""
+class InFlight:
+    """The requests and bytes in flight in this process: what bounds the memory of the whole ring."""
 
     def __init__(self, options: ServerOptions) -> None:
         self._max_requests = options.max_in_flight_requests
@@ -52,19 +52,19 @@ class Admission:
         self.requests = 0
         self.bytes = 0
 
-    def refusal(self, size: int) -> str:
-        """Why a request of so many bytes cannot come in now; empty = it can."""
+    def obstacle(self, size: int) -> str:
+        """Why a request of so many bytes cannot be added now; empty = it can."""
         if self.requests >= self._max_requests:
             return f"{self.requests} requests are in flight, the limit is {self._max_requests}"
         # A request that is larger than the limit alone may run alone.
         if self.requests and self.bytes + size > self._max_bytes:
-            return f"{self.bytes} bytes are in flight, {size} more exceed the limit of {self._max_bytes}"
+            return f"{self.bytes} bytes are in flight, and {size} more would exceed the limit of {self._max_bytes}"
         return ""
 
-    def enter(self, size: int) -> None:
+    def add(self, size: int) -> None:
         self.requests += 1
         self.bytes += size
 
-    def leave(self, size: int) -> None:
+    def remove(self, size: int) -> None:
         self.requests -= 1
         self.bytes -= size

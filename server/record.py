@@ -28,10 +28,10 @@ from proto.messages import (
 )
 from server.errors import CallError, DuplicateIdError, OverloadedError, UnavailableError, error_of
 from server.generation import Ending, Generation
-from server.limits import MAX_STALL_SECONDS, Admission
+from server.limits import MAX_STALL_SECONDS, InFlight
 from server.validate import Ask
 
-# What a request counts for beside its own bytes.
+# What a request counts for, beside its own bytes.
 _OVERHEAD_BYTES = 1024
 _RETRY_AFTER_MS = 500
 # A second apart. The first may miss a request that is on its way, or whose last delta is.
@@ -49,12 +49,12 @@ class Record:
         self._open: dict[int, Generation] = {}  # until its handler closes it
         self._by_client_id: dict[str, Generation] = {}
         self._schedulers = [Address(StageKind.SCHEDULER, i) for i in range(options.num_schedulers)]
-        self.admission = Admission(options)
+        self.in_flight = InFlight(options)
         self.finished = 0
         self.failed = 0
         self.abandoned = 0  # cancelled, past their deadline, or their client gone
         self.repeated_deltas = 0
-        self.late_deltas = 0  # of generations that are over, or older attempts
+        self.late_deltas = 0  # of generations that are over, or of older attempts
 
     def __len__(self) -> int:
         """Generations whose handlers have not closed them."""
@@ -65,27 +65,24 @@ class Record:
         self._counter += 1
         return make_rid(self._index, self._incarnation, self._counter)
 
-    def admit(self, size: int) -> int:
-        """Count a request of so many bytes in; returns what to give to `admission.leave`.
-
-        Raises OverloadedError.
-        """
+    def reserve(self, size: int) -> int:
+        """Count in a request of so many bytes; returns what to give to `in_flight.remove`. Raises OverloadedError."""
         size += _OVERHEAD_BYTES
-        refusal = self.admission.refusal(size)
-        if refusal:
-            raise OverloadedError(f"this server is full: {refusal}", _RETRY_AFTER_MS)
-        self.admission.enter(size)
+        obstacle = self.in_flight.obstacle(size)
+        if obstacle:
+            raise OverloadedError(f"this server is full: {obstacle}", _RETRY_AFTER_MS)
+        self.in_flight.add(size)
         return size
 
-    def open(self, ask: Ask, size: int, arrival: int, now: float) -> tuple[Generation, Outgoing]:
-        """Begin a generation of a request of `size` bytes.
+    def open_generation(self, ask: Ask, size: int, arrival: int, now: float) -> tuple[Generation, Outgoing]:
+        """Begin the generation that a request of `size` bytes asks for.
 
         `arrival` in monotonic ns, `now` in Unix seconds. Raises DuplicateIdError or OverloadedError, and then
         nothing has changed.
         """
         if ask.request_id in self._by_client_id:
             raise DuplicateIdError(f"request_id {ask.request_id!r} belongs to a live request")
-        size = self.admit(size)
+        size = self.reserve(size)
         rid = self.next_rid()
         client_id = ask.request_id or f"{rid:016x}"
         generation = Generation(rid, client_id, size, ask.params.sampling.seed, arrival)
@@ -104,19 +101,19 @@ class Record:
         return generation, Outgoing(self.tokenizer_for(rid), submit)
 
     def tokenizer_for(self, rid: int) -> Address:
-        """Which tokenizer gets it: in turns."""
+        """Pick a tokenizer, in turn."""
         return Address(StageKind.TOKENIZER, rid % self._options.num_tokenizers)
 
     def detokenizer_for(self, rid: int) -> Address:
-        """Which detokenizer answers a Detokenize call: in turns."""
+        """Pick the detokenizer that answers a Detokenize call, in turn."""
         return Address(StageKind.DETOKENIZER, rid % self._options.num_detokenizers)
 
-    def close(self, generation: Generation) -> list[Outgoing]:
-        """Its handler leaves, for whatever reason. Stops the work when it is not over."""
+    def close_generation(self, generation: Generation) -> list[Outgoing]:
+        """Forget a generation whose handler ends, for whatever reason. Aborts it unless it is over."""
         if self._open.pop(generation.rid, None) is None:
             return []
         del self._by_client_id[generation.client_id]
-        self.admission.leave(generation.size)
+        self.in_flight.remove(generation.size)
         if generation.error is not None:
             self.failed += 1
         elif generation.ending is not None:
@@ -127,7 +124,7 @@ class Record:
         return []
 
     def abort_by_client_id(self, client_id: str) -> list[Outgoing] | None:
-        """Finish a live generation with ABORT; None when there is none of that id."""
+        """Finish a live generation with ABORT; None when no live request has that id."""
         generation = self._by_client_id.get(client_id)
         if generation is None or generation.over:
             return None
@@ -142,17 +139,17 @@ class Record:
         return self._abort(*live) if live else []
 
     def on_deltas(self, deltas: Deltas, now: int) -> list[Outgoing]:
-        """Take what the detokenizer sent; returns what must be stopped."""
+        """Add deltas to their generations; returns aborts for those that this ends."""
         out: list[Outgoing] = []
         for delta in deltas.rows:
             generation = self._open.get(delta.rid)
             if generation is None or generation.over or delta.attempt != generation.attempt:
                 self.late_deltas += 1
             else:
-                out += self._take(generation, delta, now)
+                out += self._on_delta(generation, delta, now)
         return out
 
-    def _take(self, generation: Generation, delta: Delta, now: int) -> list[Outgoing]:
+    def _on_delta(self, generation: Generation, delta: Delta, now: int) -> list[Outgoing]:
         here = (generation.ids_received, generation.characters)
         found = (delta.start, delta.text_start)
         if found[0] < here[0] or (found[0] == here[0] and found[1] < here[1]):
@@ -162,30 +159,29 @@ class Record:
             generation.fail(
                 UnavailableError(
                     f"output was lost inside the server after token {here[0]}, character {here[1]}: "
-                    f"the next begins at {found[0]}, {found[1]}"
+                    f"the next part begins at token {found[0]}, character {found[1]}"
                 )
             )
             return self._abort(generation)
-        generation.append(delta, now)
+        generation.append_delta(delta, now)
         # The scheduler does not know of a stop string, of the detokenizer's faults, nor of clients that do not read.
         unknown_there = generation.error or delta.matched_string or delta.finish is Finish.ERROR
         return self._abort(generation) if unknown_there else []
 
     def on_accepted(self, accepted: Accepted) -> None:
-        """A tokenizer passed the request on."""
+        """Note that a tokenizer passed the request on."""
         generation = self._open.get(accepted.rid)
         if generation is not None and accepted.attempt == generation.attempt:
-            generation.replica = accepted.replica
-            generation.prompt_tokens = accepted.prompt_tokens
+            generation.accept(accepted.replica, accepted.prompt_tokens)
 
     def on_reject(self, reject: Reject) -> None:
-        """An inner stage refused the request."""
+        """Fail the generation that an inner stage refused."""
         generation = self._open.get(reject.rid)
         if generation is not None and not generation.over and reject.attempt == generation.attempt:
             generation.fail(error_of(reject))
 
     def cut_stalled(self, now: int) -> list[Outgoing]:
-        """End those whose clients have taken nothing for too long; `now` in monotonic ns."""
+        """End generations whose clients have read nothing for too long; `now` in monotonic ns."""
         limit = now - MAX_STALL_SECONDS * 10**9
         stalled = [g for g in self._open.values() if 0 < g.writing_since < limit and not g.over]
         for generation in stalled:
@@ -193,10 +189,9 @@ class Record:
         return self._abort(*stalled) if stalled else []
 
     def census(self) -> list[Outgoing]:
-        """To each scheduler: what this server holds to be there.
+        """Tell each scheduler which requests this server believes it has.
 
-        Requests on their way are listed everywhere, so that a scheduler which has one already does not take it
-        for an orphan.
+        Those on their way are listed to all, so that a scheduler which has one already does not take it for an orphan.
         """
         live = [generation for generation in self._open.values() if not generation.over]
         out = []
@@ -206,19 +201,18 @@ class Record:
         return out
 
     def on_census_reply(self, reply: CensusReply) -> None:
-        """A scheduler does not know these."""
+        """Count requests that a scheduler does not know, and fail them when that goes on."""
         for rid, attempt in zip(column(reply.rids, U64).tolist(), column(reply.attempts, U32).tolist(), strict=True):
             generation = self._open.get(rid)
             if generation is None or generation.over or generation.replica < 0 or attempt != generation.attempt:
                 continue
-            generation.times_unknown += 1
-            if generation.times_unknown >= _UNKNOWN_LIMIT:
+            if generation.miss() >= _UNKNOWN_LIMIT:
                 generation.fail(
                     UnavailableError("the request was lost inside the server: its scheduler does not know it")
                 )
 
     def _abort(self, *generations: Generation) -> list[Outgoing]:
-        """To all schedulers: which one has a generation may not be known yet."""
+        """Abort at every scheduler: it may not be known yet which one has a generation."""
         rids, attempts = _columns(generations)
         return [Outgoing(scheduler, Abort(rids=rids, attempts=attempts)) for scheduler in self._schedulers]
 

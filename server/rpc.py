@@ -1,6 +1,6 @@
 """Between grpc.aio and plain handlers: parsing, and one place where errors become statuses.
 
-Requests are parsed here and not by grpc, which answers INTERNAL to bytes that are no message.
+Requests are parsed here and not by grpc, which answers INTERNAL to bytes that are not a message.
 """
 
 import asyncio
@@ -61,8 +61,8 @@ async def _guard(
         raise asyncio.CancelledError from error
     except Exception:
         error_id = secrets.token_hex(4)
-        log.exception("error %s: a call ends by a bug", error_id)
-        failure = BugError(f"a bug; the server's log knows it as error {error_id}")
+        log.exception("error %s: a call fails because of a bug", error_id)
+        failure = BugError(f"a bug in the server, logged there as error {error_id}")
     # grpc's context keeps the exception that `abort` raises, and that this frame, which keeps the context: what
     # the frame holds lives until the cycle is collected, so it must not be a request of many megabytes.
     del raw
@@ -74,7 +74,7 @@ def _parse(kind: type[Request], raw: bytes) -> Request:
     try:
         return kind.FromString(raw)
     except DecodeError as error:
-        raise InvalidFieldError("", f"the request is no {kind.DESCRIPTOR.full_name}: {error}") from error
+        raise InvalidFieldError("", f"the request is not a valid {kind.DESCRIPTOR.full_name}: {error}") from error
 
 
 def _serialize(message: Message) -> bytes:

@@ -216,7 +216,7 @@ class Fleet:
         sampling = msgspec.structs.replace(params.sampling, seed=seed)
         params = msgspec.structs.replace(params, sampling=sampling)
         ask = Ask("", None, i32(5 + seed, 7, 9), None, params)
-        generation, submit = self.record.open(ask, 10, arrival=1, now=0.0)
+        generation, submit = self.record.open_generation(ask, 10, arrival=1, now=0.0)
         self.send_all([submit])
         return generation
 
@@ -236,7 +236,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
 
 
 def ids_of(generation: Generation) -> list[int]:
-    piece = generation.take()
+    piece = generation.take_piece()
     assert piece is not None
     assert piece.ending is not None
     assert piece.ending.finish is Finish.LENGTH
@@ -288,7 +288,7 @@ def test_an_abort_goes_to_every_scheduler_and_ends_one_request(fleet: Fleet) -> 
     generations = [fleet.begin(seed) for seed in range(4)]
     while generations[1].ids_received < 2:
         fleet.turn()
-    fleet.send_all(fleet.record.close(generations[1]))
+    fleet.send_all(fleet.record.close_generation(generations[1]))
     fleet.run([generation for generation in generations if generation is not generations[1]])
     assert [to for _, to, _ in fleet.of(Abort)] == [Address(StageKind.SCHEDULER, r) for r in range(REPLICAS)]
     assert generations[1].ids_received < NEW_TOKENS

@@ -54,7 +54,7 @@ def make_record(**options: int) -> Record:
 
 
 def begin(record: Record, request_id: str = "") -> tuple[Generation, Submit]:
-    generation, out = record.open(make_ask(request_id), 100, arrival=1, now=2.0)
+    generation, out = record.open_generation(make_ask(request_id), 100, arrival=1, now=2.0)
     assert isinstance(out.message, Submit)
     return generation, out.message
 
@@ -69,7 +69,7 @@ def read_all(generation: Generation) -> tuple[str, list[int], CallError | None]:
     """Everything that can be taken, and the error after it."""
     text, ids = "", b""
     try:
-        while (piece := generation.take()) is not None:
+        while (piece := generation.take_piece()) is not None:
             text += piece.text
             ids += piece.ids
             assert piece.logprobs is None or len(piece.logprobs.chosen) == len(piece.ids) // 4
@@ -107,7 +107,7 @@ def test_repetitions_change_nothing(cuts: list[tuple[int, int]], again: list[int
         out = record.on_deltas(Deltas(rows=(*repeated, delta, *repeated)), now=10)
         assert out == []
         if data.draw(st.booleans()):
-            piece = generation.take()
+            piece = generation.take_piece()
             assert piece is not None
             text, ids = text + piece.text, ids + column(piece.ids).tolist()
     rest, more, error = read_all(generation)
@@ -131,7 +131,7 @@ def test_a_hole_ends_with_unavailable_after_what_came_before(cuts: list[tuple[in
     else:
         assert isinstance(error, UnavailableError)
         assert aborted(out) == [submit.rid]
-    assert aborted(record.close(generation)) == ([submit.rid] if len(cuts) == 1 else [])
+    assert aborted(record.close_generation(generation)) == ([submit.rid] if len(cuts) == 1 else [])
 
 
 @settings(max_examples=200, deadline=None)
@@ -141,7 +141,7 @@ def test_any_order_gives_a_prefix_and_at_most_one_end(order: list[int]) -> None:
     generation, submit = begin(record)
     rows = [make_delta(submit, i, TEXT[i], finish=Finish.STOP if i == 4 else Finish.NONE) for i in range(5)]
     notes: list[bool] = []
-    generation.notify = lambda: notes.append(generation.over)
+    generation.attach(lambda: notes.append(generation.over))
     for i in order:
         record.on_deltas(Deltas(rows=(rows[i],)), now=10)
     text, _, error = read_all(generation)
@@ -172,7 +172,7 @@ def test_other_attempts_and_strangers_are_dropped() -> None:
         make_delta(submit, 0, "x", rid=submit.rid + 1),
     )
     assert record.on_deltas(Deltas(rows=rows), now=10) == []
-    assert generation.take() is None
+    assert generation.take_piece() is None
     assert record.late_deltas == 3
 
 
@@ -185,7 +185,7 @@ def test_nothing_comes_after_the_end() -> None:
     record.on_census_reply(census_reply(submit))
     assert read_all(generation) == ("a", [97], None)
     assert generation.error is None
-    assert record.close(generation) == []
+    assert record.close_generation(generation) == []
     assert (record.finished, record.failed, record.abandoned) == (1, 0, 0)
 
 
@@ -197,7 +197,7 @@ def test_a_stop_string_stops_the_scheduler() -> None:
     assert aborted(record.on_deltas(Deltas(rows=(row,)), now=10)) == [submit.rid] * 2
     assert generation.ending is not None
     assert generation.ending.matched_string == "b"
-    assert record.close(generation) == []
+    assert record.close_generation(generation) == []
 
 
 def test_a_fault_of_the_detokenizer_stops_the_scheduler() -> None:
@@ -216,9 +216,9 @@ def test_leaving_early_aborts_once(steps: int) -> None:
         record.on_accepted(Accepted(rid=submit.rid, attempt=1, replica=0, prompt_tokens=4))
     if steps > 1:
         record.on_deltas(Deltas(rows=(make_delta(submit, 0, "a"),)), now=10)
-    assert aborted(record.close(generation)) == [submit.rid]
-    assert record.close(generation) == []
-    assert (len(record), record.admission.requests, record.admission.bytes) == (0, 0, 0)
+    assert aborted(record.close_generation(generation)) == [submit.rid]
+    assert record.close_generation(generation) == []
+    assert (len(record), record.in_flight.requests, record.in_flight.bytes) == (0, 0, 0)
     assert record.abandoned == 1
 
 
@@ -229,7 +229,7 @@ def test_abort_by_client_id() -> None:
     assert record.abort_by_client_id("other") is None
     assert aborted(record.abort_by_client_id("mine") or []) == [submit.rid]
     assert record.abort_by_client_id("mine") is None
-    piece = generation.take()
+    piece = generation.take_piece()
     assert piece is not None
     assert piece.ending is not None
     assert (piece.text, piece.ending.finish) == ("a", Finish.ABORT)
@@ -240,8 +240,8 @@ def test_live_client_ids_are_unique_and_free_again_afterwards() -> None:
     generation, _ = begin(record, "mine")
     with pytest.raises(DuplicateIdError):
         begin(record, "mine")
-    assert (len(record), record.admission.requests) == (1, 1)
-    record.close(generation)
+    assert (len(record), record.in_flight.requests) == (1, 1)
+    record.close_generation(generation)
     begin(record, "mine")
 
 
@@ -266,16 +266,16 @@ def test_admission_by_requests() -> None:
     with pytest.raises(OverloadedError, match="2 requests are in flight, the limit is 2") as refusal:
         begin(record)
     assert refusal.value.retry_after_ms > 0
-    record.close(first)
+    record.close_generation(first)
     begin(record)
 
 
 def test_admission_by_bytes_lets_a_single_large_one_in() -> None:
     record = make_record(max_in_flight_bytes=3000)
-    large, _ = record.open(make_ask(), 5000, arrival=1, now=2.0)
+    large, _ = record.open_generation(make_ask(), 5000, arrival=1, now=2.0)
     with pytest.raises(OverloadedError, match="the limit of 3000"):
         begin(record)
-    record.close(large)
+    record.close_generation(large)
     begin(record)
     begin(record)
     with pytest.raises(OverloadedError):
@@ -291,7 +291,7 @@ def test_reject_becomes_the_error() -> None:
     error = read_all(generation)[2]
     assert isinstance(error, InvalidFieldError)
     assert (error.field, error.description) == ("text", "600 tokens, limit 512")
-    assert record.close(generation) == []
+    assert record.close_generation(generation) == []
 
 
 def census_reply(submit: Submit) -> CensusReply:
@@ -345,9 +345,8 @@ def test_fail_all_ends_each_once() -> None:
 def test_a_client_that_does_not_read_is_cut_off() -> None:
     record = make_record()
     generation, submit = begin(record)
-    generation.max_buffer = 500
     cuts: list[bool] = []
-    generation.interrupt = lambda: cuts.append(True)
+    generation.limit_buffer(500, lambda: cuts.append(True))
     row = make_delta(submit, 0, "abcdefgh", logprobs=None)
     assert record.on_deltas(Deltas(rows=(row,)), now=10) == []  # 8 characters, 8 ids of 4 bytes, 320 for the objects
     row = make_delta(submit, 8, "abcdefgh", logprobs=None)
@@ -370,7 +369,7 @@ def test_a_client_that_takes_nothing_is_cut_off_in_time() -> None:
     assert isinstance(stalled.error, SlowReaderError)
     assert reading.error is None
     assert record.cut_stalled(at_last) == []  # it has ended
-    reading.writing_since = 10
+    reading.begin_write(10)
     record.on_deltas(Deltas(rows=(make_delta(other, 1, "b", finish=Finish.STOP),)), now=20)
     assert record.cut_stalled(at_last) == []  # it has all that there is
 
@@ -390,7 +389,7 @@ def test_joined_logprobs_stay_parallel() -> None:
     deltas: list[Delta] = [make_delta(submit, 0, "ab"), make_delta(submit, 2, "c")]
     deltas.append(make_delta(submit, 3, "", finish=Finish.LENGTH, logprobs=None))
     record.on_deltas(Deltas(rows=tuple(deltas)), now=1)
-    piece = generation.take()
+    piece = generation.take_piece()
     assert piece is not None
     assert piece.logprobs is not None
     assert piece.ids == i32(*(ord(c) % 100 for c in "abc"))
@@ -423,7 +422,7 @@ class RecordMachine(RuleBasedStateMachine):
                 begin(self.record, "name" if named else "")
             return
         generation, submit = begin(self.record, "name" if named else "")
-        generation.max_buffer = 2000
+        generation.limit_buffer(2000, lambda: None)
         self.live.append((generation, submit))
         self.ends[submit.rid], self.texts[submit.rid] = [], ""
 
@@ -458,7 +457,7 @@ class RecordMachine(RuleBasedStateMachine):
         if self.ends[submit.rid]:
             return  # its handler has left this loop
         try:
-            piece = generation.take()
+            piece = generation.take_piece()
         except CallError as error:
             self.ends[submit.rid].append(error)
             return
@@ -473,14 +472,14 @@ class RecordMachine(RuleBasedStateMachine):
     def close(self, data: st.DataObject) -> None:
         generation, submit = self.pick(data)
         over = generation.over
-        out = aborted(self.record.close(generation))
+        out = aborted(self.record.close_generation(generation))
         assert set(out) == (set() if over else {submit.rid})
         self.live.remove((generation, submit))
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        assert len(self.record) == self.record.admission.requests == len(self.live)
-        assert (self.record.admission.bytes == 0) == (not self.live)
+        assert len(self.record) == self.record.in_flight.requests == len(self.live)
+        assert (self.record.in_flight.bytes == 0) == (not self.live)
         assert all(not (generation.ending and generation.error) for generation, _ in self.live)
         assert all(len(ends) <= 1 for ends in self.ends.values())
         listed_rids = {rid for out in self.record.census() for rid, _ in listed(out)}
