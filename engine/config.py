@@ -166,6 +166,13 @@ class ServeConfig:
         "DTYPE",
         default="auto",
     )
+    attention_backend: str = flag(
+        _BATCHING,
+        "attention kernels; auto or a name that the device offers (an unknown one lists them)",
+        nonempty,
+        "NAME",
+        default="auto",
+    )
     prefix_caching: bool = flag(
         _BATCHING, "reuse the KV cache of equal prefixes (default: on)", default=True, name="enable-prefix-caching"
     )

@@ -62,6 +62,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     threads: int | None  # of each rank; None = one for each core, divided between ranks
     pipeline_depth: int = 2  # cuda: steps in flight, whose host memory is made ready at start
     enforce_eager: bool = False  # cuda: no CUDA graphs
+    attention_backend: str = "auto"  # by name: see worker/cpu/backends.py and worker/cuda/backends.py
     kv_cache_dtype: str = "auto"  # cuda: of K and V in memory, "auto" (as `dtype`) or "fp8_e4m3"
     deterministic: bool = False  # cuda: logits do not depend on the batch; elsewhere they never do
     tensor_parallel_size: int = 1  # ranks that share a replica's model

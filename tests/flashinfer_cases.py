@@ -15,7 +15,8 @@ from proto.model import ModelConfig, RopeConfig
 from tests.flashinfer_double import simulate
 from worker.cpu.reference_attention import ReferenceAttention
 from worker.cpu.reference_ops import ReferenceOps
-from worker.cuda.flashinfer import FlashInferAttention, KvFormat, Limits
+from worker.cuda.attention import KvFormat, Limits
+from worker.cuda.flashinfer import FlashInferAttention
 from worker.cuda.ops import CudaOps
 from worker.layers.attention import AttentionShape
 from worker.models import FAMILIES

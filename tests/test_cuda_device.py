@@ -27,6 +27,7 @@ from tests.pair import Pair, Story
 from tests.test_worker_tables import behind_window
 from worker.cpu.start import start as start_cpu
 from worker.cuda.device import CudaDevice
+from worker.cuda.flashinfer import FlashInferAttention
 from worker.cuda.frames import Frames
 from worker.cuda.graphs import bucket_sizes
 from worker.cuda.piecewise import SIZES, _Lives, busy_tokens, token_sizes
@@ -70,6 +71,12 @@ def options_of(device: str, **changes: Any) -> WorkerOptions:
 
 def silent(text: str, done: int, total: int) -> None:
     """No progress is shown."""
+
+
+def attention_of(device: CudaDevice) -> FlashInferAttention:
+    attention = device._step.attention
+    assert isinstance(attention, FlashInferAttention)
+    return attention
 
 
 def make_device(**changes: Any) -> CudaDevice:
@@ -255,10 +262,9 @@ def test_a_row_that_enters_a_page_has_its_page_ids_built_anew(gpu: Gpu) -> None:
 @pytest.mark.parametrize("rows", [3, 5])
 def test_padding_rows_touch_no_live_page_and_rows_write_their_own_place_only(gpu: Gpu, rows: int) -> None:
     device = make_device()
-    step = device._step
     script = plans(rows, 7)
     play(gpu, device, script[:2])
-    groups = step.attention.groups
+    groups = attention_of(device).groups
     assert len(groups) == 2
     for plan in script[2:]:
         before = {group: [gpu.peek(x).clone() for x in (pages.keys, pages.values)] for group, pages in groups.items()}
@@ -284,7 +290,7 @@ def test_what_lies_in_the_dummy_page_changes_no_bit_of_a_live_row() -> None:
         with simulate(1) as gpu:
             device = make_device()
             play(gpu, device, plans(3, 3))
-            for pages in device._step.attention.groups.values():
+            for pages in attention_of(device).groups.values():
                 for kept in (pages.keys, pages.values):
                     kept[:, pages.dummy_page].fill_(poison)
             torch.cuda.synchronize()
@@ -337,7 +343,7 @@ def test_no_bucket_is_missed_and_buffers_keep_their_addresses(gpu: Gpu) -> None:
         "finite": step.finite,
         "tokens": state.last_tokens,
     }
-    for group, pages in step.attention.groups.items():
+    for group, pages in attention_of(device).groups.items():
         read_by_forward |= {
             f"pages {group}": state.groups[group].pages,
             f"keys {group}": pages.keys,
@@ -393,7 +399,7 @@ def test_capturing_shows_its_progress(gpu: Gpu) -> None:
 def test_a_step_with_chunks_runs_by_pieces_between_attentions(gpu: Gpu) -> None:
     """Padded tokens: 3 + 5 of 16; they write nothing, not even into the dummy page."""
     device = make_device()
-    groups, pieces = device._step.attention.groups, device._pieces
+    groups, pieces = attention_of(device).groups, device._pieces
     assert pieces is not None
     late = make_row(5, [9, 8, 7, 6, 5], [30, 31])
     play(gpu, device, plans(3, 3))

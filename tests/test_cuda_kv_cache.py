@@ -13,7 +13,7 @@ from proto.cache import CacheGroups
 from proto.config import WorkerOptions
 from tests.flashinfer_double import simulate
 from tests.layer_cases import worker_options
-from tests.test_cuda_device import MODEL, make_device, options_of, plans, play, silent
+from tests.test_cuda_device import MODEL, attention_of, make_device, options_of, plans, play, silent
 from tests.test_worker_process import Surroundings
 from tests.tiny_models import make_tiny
 from worker.cpu.start import start as start_cpu
@@ -31,7 +31,7 @@ def logits_of(kv_cache_dtype: str, eager: bool) -> list[torch.Tensor]:
             play(gpu, device, [plan])
             found.append(gpu.peek(device._step.logits)[:3])
         wanted = torch.float8_e4m3fn if kv_cache_dtype == "fp8_e4m3" else torch.float32
-        for pages in device._step.attention.groups.values():
+        for pages in attention_of(device).groups.values():
             assert pages.keys.dtype is pages.values.dtype is wanted
     return found
 
@@ -93,7 +93,7 @@ def with_scales(directory: Path, spelling: str, layers: int, value: float = 0.05
 def test_a_checkpoints_own_scales_are_used(spelling: str, tmp_path: Path) -> None:
     options = with_scales(tmp_path, spelling, 3)
     with simulate(0):
-        scales = start(options, silent)._step.attention.kv_format.scales
+        scales = attention_of(start(options, silent)).kv_format.scales
     assert torch.tensor(scales).tolist() == torch.tensor([[0.05, 0.1]] * 3).tolist()
     start_on_cpu(options)
 

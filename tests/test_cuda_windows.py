@@ -20,7 +20,7 @@ from tests.builders import GREEDY, i32, make_plan, make_row, make_worker_options
 from tests.flashinfer_double import SimulationError, simulate
 from tests.pair import Pair, Story
 from tests.test_cuda_device import MODEL as HALF
-from tests.test_cuda_device import LatePair, assert_close, changed_slots, play, silent
+from tests.test_cuda_device import LatePair, assert_close, attention_of, changed_slots, play, silent
 from tests.test_worker_tables import behind_window
 from worker.cpu.start import start as start_cpu
 from worker.cuda import tiles
@@ -254,7 +254,7 @@ def check_padding(model: str) -> None:
         device = make_device(model)
         script = plans(model, 3, 16)
         play(gpu, device, script[:2])
-        groups = device._step.attention.groups
+        groups = attention_of(device).groups
         assert list(groups) == ([0, 1] if model == "half" else [1])
         for plan in script[2:]:
             before = {n: [gpu.peek(x).clone() for x in (pages.keys, pages.values)] for n, pages in groups.items()}
@@ -303,7 +303,7 @@ def test_what_pages_behind_the_window_hold_is_nothing_to_a_row() -> None:
             device = make_device("half", deterministic=True)
             script = plans("half", 2, 20)
             play(gpu, device, script[:-1])
-            pages = device._step.attention.groups[1]
+            pages = attention_of(device).groups[1]
             if poison:  # position 25 sees positions 16 to 25: pages 4 to 6
                 for kept in (pages.keys, pages.values):
                     for slot in range(2):

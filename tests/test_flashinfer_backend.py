@@ -26,10 +26,11 @@ from tests.flashinfer_double import simulate
 from worker.cpu.reference_attention import rotate
 from worker.cpu.reference_ops import ReferenceOps
 from worker.cuda import flashinfer_api
-from worker.cuda.flashinfer import FlashInferAttention, KvFormat, Limits, pad_indptr
+from worker.cuda.attention import KvFormat, Limits, pad_indptr
+from worker.cuda.flashinfer import FlashInferAttention
 from worker.cuda.flashinfer_api import FlashInferError
-from worker.cuda.flashinfer_buffers import PinnedRing
 from worker.cuda.ops import CudaOps
+from worker.cuda.pinned import PinnedRing
 from worker.device import DeviceError
 from worker.layers.attention import Rotation
 from worker.steps.batch import StepBatch

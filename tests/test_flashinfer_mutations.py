@@ -14,8 +14,9 @@ import torch
 from tests.flashinfer_cases import DOUBLE, GpuRunner, ReferenceRunner, Traffic, compare, config
 from tests.flashinfer_double import SimulationError
 from worker.cuda import flashinfer as backend
+from worker.cuda.attention import pad_indptr
 from worker.cuda.flashinfer import FlashInferAttention
-from worker.cuda.flashinfer_buffers import PinnedRing, PinnedTurn
+from worker.cuda.pinned import PinnedRing, PinnedTurn
 from worker.layers.attention import AttentionShape
 from worker.steps.batch import StepBatch
 
@@ -237,13 +238,13 @@ def indptr_is_64_bit(patch: Patch) -> None:
 
 @planted
 def indptr_decreases_at_padding(patch: Patch) -> None:
-    original = backend.pad_indptr
+    original = pad_indptr
 
     def edited(lists: Any, bucket: int) -> Any:
         rows = 0 if lists is None else len(lists.kv_indptr) - 1
         return np.where(np.arange(bucket + 1) > rows, 0, original(lists, bucket)).astype(np.int32)
 
-    patch.setattr(backend, "pad_indptr", edited)
+    patch.setattr("worker.cuda.flashinfer.pad_indptr", edited)
 
 
 @planted

@@ -66,6 +66,10 @@ def _device(stage: Stage, options: WorkerOptions) -> Device:
     if refusal:
         raise DeviceError(refusal)
     if is_simulated(options.device):
+        if options.attention_backend != "auto":
+            raise DeviceError(
+                f"--attention-backend {options.attention_backend}: --device {options.device} computes no attention"
+            )
         from worker.sim.device import SimulatedDevice
 
         return SimulatedDevice(options)

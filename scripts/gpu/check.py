@@ -40,7 +40,7 @@ from tests.flashinfer_cases import (
     config,
 )
 from tests.flashinfer_double import simulate
-from worker.cuda.flashinfer import KvFormat
+from worker.cuda.attention import KvFormat
 from worker.cuda.flashinfer_api import library
 from worker.models import FAMILIES
 

@@ -7,23 +7,23 @@ import torch
 
 from proto.cache import CacheGroups
 from proto.config import WorkerOptions
-from worker.cpu.attention import CpuAttention
+from worker.cpu.backends import BACKENDS
 from worker.cpu.device import CpuDevice
 from worker.cpu.gemm import find_rule
 from worker.cpu.ops import CpuOps
 from worker.cpu.pool import pool_pages
-from worker.cpu.reference_attention import ReferenceAttention
 from worker.cpu.reference_ops import ReferenceOps
 from worker.cpu.self_test import check_batch_invariance
 from worker.cpu.step import CpuStep
 from worker.device import facts_of, wanted_length
-from worker.layers.attention import AttentionBackend, AttentionShape
+from worker.layers.attention import AttentionShape, choose_backend
 from worker.layers.gemm_shape import GemmShape
 from worker.layers.ops import Ops
 from worker.loader.load import Progress
 from worker.loader.model import build_model, load_model, resolve_dtype
 from worker.ranks.group import ALONE, Group
 
+_BACKENDS = {"cpu": BACKENDS, "reference": {"reference": BACKENDS["reference"]}}  # by device
 _INSTEAD = {"float16": "float32"}  # CPUs compute float16 slowly, and our kernels not at all
 
 
@@ -42,6 +42,7 @@ def load(options: WorkerOptions, progress: Progress, group: Group = ALONE) -> Cp
     All ranks of `group` do the same at the same time; each checks the whole logits. Raises as `start`.
     """
     config = options.manifest.config
+    make_attention = choose_backend(_BACKENDS[options.device], options.attention_backend, options.device)
     dtype = resolve_dtype(options.dtype, config.dtype, _INSTEAD)
     threads = _set_threads(options)
     local = group.shape(config)
@@ -58,15 +59,12 @@ def load(options: WorkerOptions, progress: Progress, group: Group = ALONE) -> Cp
     shape = AttentionShape.of(
         config, group, dtype=dtype, page_size=options.page_size, num_pages=pages[0], window_pages=pages[1]
     )
-    ops: Ops
-    attention: AttentionBackend
-    if options.device == "reference":
-        ops, attention = ReferenceOps(), ReferenceAttention(shape)
-    else:
+    ops: Ops = ReferenceOps()
+    if options.device == "cpu":
         progress("checking matrix products", 0, 0)
         shapes = _gemm_shapes(options, dtype, group.size)
         ops = CpuOps(group.agree(lambda: find_rule(shapes)), threads)  # all ranks must pad alike
-        attention = CpuAttention(shape, threads)
+    attention = make_attention(shape, threads)
     # The length that is wanted, whatever the pages hold: LongRoPE's choice must not follow from free memory.
     model = load_model(options, ops, dtype, wanted_length(options), progress, group)
     step = CpuStep(facts, model, attention, ops.row_multiple)

@@ -9,7 +9,7 @@ import torch
 from proto.channel import encode
 from proto.messages import StepPlan, StepResult, TokenLogprobs, WorkerFacts
 from proto.parameters import GREEDY_TEMPERATURE
-from worker.cuda.flashinfer import pad_indptr
+from worker.cuda.attention import pad_indptr
 from worker.cuda.frames import Frame, Frames, Span
 from worker.cuda.graphs import DecodeGraphs
 from worker.cuda.piecewise import PiecewiseGraphs

@@ -25,38 +25,37 @@ from typing import Any
 import numpy as np
 import torch
 
+from worker.cuda.attention import DevicePageLists, KvFormat, Limits, pad_indptr
 from worker.cuda.flashinfer_api import check_wrapper, library
-from worker.cuda.flashinfer_buffers import I32, PinnedRing, PinnedTurn
-from worker.cuda.flashinfer_pages import GroupPages, groups_of
+from worker.cuda.pinned import PinnedRing, PinnedTurn
 from worker.device import DeviceError
 from worker.layers.attention import AttentionShape, Rotation
-from worker.steps.batch import PageLists, StepBatch
+from worker.steps.batch import StepBatch
 
 CUDA_CORE_GROUPS = frozenset({1, 2, 3, 4, 6, 8, 16})  # query heads for each KV head
 TENSOR_CORE_GROUP = 4
 NOTHING = np.zeros(0, np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What buffers are made for."""
+class GroupPages(DevicePageLists):
+    """One cache group's K and V, and what its graphs read."""
 
-    max_rows: int  # of a step, padding of graphs included
-    max_tokens: int  # of a step
-    max_pages_per_row: int
-    depth: int = 2  # steps in flight whose metadata may still be on its way
-    workspace_bytes: int = 128 << 20  # for partial results of split K/V
-
-
-@dataclass(frozen=True, slots=True)
-class KvFormat:
-    """How K and V are stored. With float8, stored = value / scale, one pair of scales for each layer."""
-
-    dtype: torch.dtype
-    scales: tuple[tuple[float, float], ...] = ()  # (K, V) by layer; () = 1.0
-
-    def scale(self, layer: int) -> tuple[float, float]:
-        return self.scales[layer] if self.scales else (1.0, 1.0)
+    def __init__(
+        self,
+        shape: AttentionShape,
+        group: int,
+        limits: Limits,
+        kv_dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(shape, group, limits, device)
+        self.layers = shape.layers_of(group)
+        self.windows = tuple(dict.fromkeys(shape.window_of(layer) for layer in self.layers))
+        pages = (len(self.layers), self.dummy_page + 1, shape.page_size, shape.num_kv_heads, shape.head_dim)
+        # Zeros: kernels multiply what lies behind a row's end by 0, and 0 × NaN is NaN.
+        self.keys = torch.zeros(pages, dtype=kv_dtype, device=device)
+        self.values = torch.zeros(pages, dtype=kv_dtype, device=device)
+        self.kv_indptr = torch.zeros(limits.max_rows + 1, dtype=torch.int32, device=device)
 
 
 class _Wrappers:
@@ -86,13 +85,7 @@ class _Part:
 
 
 class FlashInferAttention:
-    """See `AttentionBackend`. Plan with `plan`, or, with page ids and slots already on the device, with
-    `plan_eager` or `plan_graph`.
-
-    Behind a graph: fill each group's `kv_slots` [bucket] and `kv_indices`, call `plan_graph` before the capture and
-    before each replay, on the stream of the replay. Padding rows then read and write the group's `dummy_page`; their
-    output is finite and means nothing.
-    """
+    """See `CudaAttention`."""
 
     def __init__(
         self,
@@ -113,19 +106,7 @@ class FlashInferAttention:
         self._flashinfer = api.flashinfer
         self._deterministic = deterministic
         self._windows = tuple(dict.fromkeys(shape.windows)) or (0,)
-        page_ids = limits.max_rows * limits.max_pages_per_row
-        self.groups = {
-            group: GroupPages(
-                shape,
-                layers,
-                self.kv_format.dtype,
-                page_ids=page_ids,
-                max_tokens=limits.max_tokens,
-                max_rows=limits.max_rows,
-                device=device,
-            )
-            for group, layers in groups_of(shape).items()
-        }
+        self.groups = {group: GroupPages(shape, group, limits, self.kv_format.dtype, device) for group in shape.groups}
         # By layer
         self._memory = {
             layer: (pages, pages.keys[nth], pages.values[nth])
@@ -134,7 +115,7 @@ class FlashInferAttention:
         }
         self._last_page_len = torch.ones(limits.max_rows, dtype=torch.int32, device=device)
         self._workspace = torch.zeros(limits.workspace_bytes, dtype=torch.uint8, device=device)
-        each = page_ids + limits.max_tokens + 2 * (limits.max_rows + 1)
+        each = limits.max_page_ids + limits.max_tokens + 2 * (limits.max_rows + 1)
         self._ring = PinnedRing(limits.depth, len(self.groups) * each + 3 * (limits.max_rows + 1))
         self._tensor_cores = self._wants_tensor_cores()
         self._decode = {w: self._make_wrappers(w, self._decode_wrapper()) for w in self._windows}
@@ -152,16 +133,14 @@ class FlashInferAttention:
         self._ring.end()
 
     def plan_eager(self, batch: StepBatch) -> None:
-        """As `plan`; groups' `kv_indices` and `kv_slots` hold the batch's when the current stream gets there."""
+        """Plan an eager step with page ids and slots that are on the device. Raises ValueError as `plan`."""
         self._plan_eager(self._ring.begin(), batch)
         self._ring.end()
 
     def plan_graph(self, batch: StepBatch | None, bucket: int, *, upload: bool = False) -> None:
-        """Plan a step of decode rows, padded to `bucket`, for the graph of that bucket. None: padding only.
+        """See `CudaAttention.plan_graph`; with `upload`, page ids and slots are copied from the batch.
 
-        Of each group, `kv_indices` must hold the batch's page ids and `dummy_page` for each padding row behind them,
-        `kv_slots` the batch's slots and `dummy_slot`; with `upload` they are copied from the batch. Raises ValueError
-        for a batch that the bucket cannot take.
+        Raises ValueError for a batch that the bucket cannot take.
         """
         rows = 0 if batch is None else len(batch.slots)
         if rows > bucket or bucket > self.limits.max_rows:
@@ -323,13 +302,6 @@ class FlashInferAttention:
         return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace, "NHD", backend="auto" if plain else "fa2"
         )
-
-
-def pad_indptr(lists: StepBatch | PageLists | None, bucket: int) -> I32:
-    """kv_indptr [bucket + 1] of decode rows and, behind them, padding rows of one page each."""
-    indptr = np.zeros(1, np.int32) if lists is None else lists.kv_indptr
-    more = np.arange(1, bucket + 2 - len(indptr), dtype=np.int32) + indptr[-1]
-    return np.concatenate([indptr, more])
 
 
 def _check(shape: AttentionShape, head_dims: frozenset[int], dtypes: frozenset[torch.dtype]) -> None:

@@ -10,8 +10,9 @@ import torch
 from proto.cache import CacheGroups
 from proto.config import WorkerOptions
 from proto.messages import WorkerFacts
+from worker.cuda.attention import CudaAttention, KvFormat, Limits
+from worker.cuda.backends import BACKENDS
 from worker.cuda.device import CudaDevice, Graphs, pages_per_slot, words_of_a_step
-from worker.cuda.flashinfer import FlashInferAttention, KvFormat, Limits
 from worker.cuda.gpus import require_cuda
 from worker.cuda.graphs import DecodeGraphs, Progress
 from worker.cuda.memory import Measured, pool_pages, used_memory
@@ -23,7 +24,7 @@ from worker.cuda.state import SlotPages, SlotState
 from worker.cuda.step import GpuStep
 from worker.cuda.tiles import list_stride, most_rows, tokens_of_a_tile
 from worker.device import DeviceError, facts_of, wanted_length
-from worker.layers.attention import AttentionShape
+from worker.layers.attention import AttentionShape, choose_backend
 from worker.loader.kv_scales import kv_scales
 from worker.loader.model import load_model, resolve_dtype
 from worker.ranks.group import ALONE, Group
@@ -50,6 +51,7 @@ class _Start:
             raise DeviceError(
                 f"--tensor-parallel-size {group.size}: device cuda runs models with ALiBi on one rank only"
             )
+        self._make_attention = choose_backend(BACKENDS, options.attention_backend, options.device)
         self._options = options
         self._progress = progress
         self._group = group
@@ -115,7 +117,7 @@ class _Start:
             depth=options.pipeline_depth + 1,
         )
         with torch.cuda.stream(self._stream):
-            attention = FlashInferAttention(shape, limits, self._kv_format, deterministic=options.deterministic)
+            attention = self._make_attention(shape, limits, self._kv_format, deterministic=options.deterministic)
             return GpuStep(
                 self._model,
                 attention,
@@ -126,7 +128,7 @@ class _Start:
                 words=words_of_a_step(facts, len(attention.groups), cut_rows),
             )
 
-    def _state(self, facts: WorkerFacts, attention: FlashInferAttention) -> SlotState:
+    def _state(self, facts: WorkerFacts, attention: CudaAttention) -> SlotState:
         device, slots = torch.device("cuda"), facts.max_num_seqs
         groups = {
             group: SlotPages(

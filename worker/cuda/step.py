@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker.cuda.flashinfer import FlashInferAttention
+from worker.cuda.attention import CudaAttention
 from worker.cuda.frames import Span
 from worker.cuda.piecewise import PiecewiseGraphs
 from worker.cuda.sampling import Mode, finite_rows, sample
@@ -43,7 +43,7 @@ class GpuStep:
     def __init__(
         self,
         model: Model,
-        attention: FlashInferAttention,
+        attention: CudaAttention,
         state: SlotState,
         group: Group,
         *,

@@ -1,12 +1,14 @@
 """What a model asks of attention."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from proto.model import ModelConfig
+from worker.device import DeviceError
 from worker.ranks.group import Group, Share, whole
 from worker.steps.batch import StepBatch
 
@@ -68,6 +70,15 @@ class AttentionShape:
         """The cache group of layers with this window (0 = none): see `proto.cache`."""
         return 1 if self.window_pages and window else 0
 
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Cache groups that have layers."""
+        return tuple(sorted({self.group_of(self.window_of(layer)) for layer in range(self.num_layers)}))
+
+    def layers_of(self, group: int) -> list[int]:
+        """Layers of a cache group."""
+        return [layer for layer in range(self.num_layers) if self.group_of(self.window_of(layer)) == group]
+
     def pages_of(self, layer: int) -> int:
         """Pages of K and V in this layer."""
         return self.window_pages if self.group_of(self.window_of(layer)) else self.num_pages
@@ -114,3 +125,14 @@ class AttentionBackend(Protocol):
         `rotation` q and k are rotated first, computed in float32 and rounded once; they may be overwritten. Returns
         [N, heads × d] in the same dtype; padding rows are zero.
         """
+
+
+BackendT = TypeVar("BackendT")
+
+
+def choose_backend(backends: Mapping[str, BackendT], name: str, device: str) -> BackendT:
+    """Return the backend of this name; "auto" is the first. Raises DeviceError, which lists the names."""
+    names = ("auto", *backends)
+    if name not in names:
+        raise DeviceError(f"--attention-backend {name}: --device {device} offers {', '.join(names)}")
+    return next(iter(backends.values())) if name == "auto" else backends[name]

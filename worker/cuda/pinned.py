@@ -1,10 +1,8 @@
 """Pinned host buffers that copies to the device read, used in turn."""
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-I32 = npt.NDArray[np.int32]
+from worker.steps.batch import I32Array
 
 
 class PinnedTurn:
@@ -13,13 +11,13 @@ class PinnedTurn:
     def __init__(self, words: int) -> None:
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._buffer = torch.empty(words, dtype=torch.int32, pin_memory=True)
-        self._host: I32 = self._buffer.numpy()
+        self._host: I32Array = self._buffer.numpy()
         self._used = 0
 
     def clear(self) -> None:
         self._used = 0
 
-    def put(self, *parts: I32) -> torch.Tensor:
+    def put(self, *parts: I32Array) -> torch.Tensor:
         """The parts one after another, as a pinned int32 tensor."""
         start = self._used
         for part in parts:
