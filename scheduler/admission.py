@@ -1,26 +1,15 @@
 """Who may enter: what can never run, what would come too late, and what fits now."""
 
 from dataclasses import dataclass
-from enum import Enum
 
 from proto.config import SchedulerOptions
 from proto.messages import Admit, RejectCode, WorkerFacts, column
-from scheduler.policy import OutputLengths, PrefillSpeed, Thrash
+from scheduler.kv_cache import KvCache
+from scheduler.policy import Obstacle, OutputLengths, PrefillSpeed, Thrash
 from scheduler.request import ID_BYTES, Request
 from scheduler.running import Running
-from scheduler.window import Window
 
 _MIN_RETRY_MS, _MAX_RETRY_MS = 100, 30_000
-
-
-class Obstacle(Enum):
-    """Why a waiting request cannot be placed in this step."""
-
-    LONG = 1  # waits for the long prefill of its class to end
-    BUDGET = 2  # waits for a step with room for its whole prompt
-    PAGES = 3  # waits for pages
-    LATE = 4  # cannot finish its prefill before its deadline
-    PINNED = 5  # nothing runs, and still too few pages: pins hold them
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +21,15 @@ class Refusal:
 
 
 class Admission:
-    """Decides; changes nothing but the paths of requests that it matches against the prefix tree."""
+    """Decides. A request that it looks at has its path matched against the prefix tree, and its pages estimated."""
 
-    def __init__(self, options: SchedulerOptions, facts: WorkerFacts, running: Running, budget: int) -> None:
+    def __init__(
+        self, options: SchedulerOptions, facts: WorkerFacts, cache: KvCache, running: Running, budget: int
+    ) -> None:
         self._options = options
         self._facts = facts
+        self._cache = cache
         self._running = running
-        self._tree = running.tree
-        self._window = running.window
         self._budget = budget
         self._long_tokens = max(budget // 2, 1)
         self.lengths = OutputLengths()
@@ -51,7 +41,7 @@ class Admission:
         prompt = len(admit.prompt_ids) // ID_BYTES
         longest = prompt + admit.max_new_tokens
         if prompt == 0:
-            return Refusal(RejectCode.INVALID, "prompt", "the prompt has no token")
+            return Refusal(RejectCode.INVALID, "prompt", "the prompt has no tokens")
         ids = column(admit.prompt_ids + admit.output_ids)
         lowest, highest = int(ids.min()), int(ids.max())
         if lowest < 0 or highest >= self._facts.vocab_size:
@@ -67,16 +57,13 @@ class Admission:
                 f"max_model_len ({self._facts.max_model_len})",
             )
         # The last id is never fed back, so its K/V need no room.
-        pages, there = self._running.pool.pages_of(max(longest - 1, prompt)), self._running.pool.num_pages
-        window = self._window
-        if pages <= there and window is not None:
-            pages, there = window.least(pages), window.pool.num_pages
-        if pages > there:
+        lacking = self._cache.lacking(max(longest - 1, prompt))
+        if lacking is not None:
             return Refusal(
                 RejectCode.INVALID,
                 "max_new_tokens",
-                f"prompt ({prompt} tokens) + max_new_tokens ({admit.max_new_tokens}) needs {pages} KV pages of "
-                f"{self._facts.page_size} tokens; the worker has {there}",
+                f"prompt ({prompt} tokens) + max_new_tokens ({admit.max_new_tokens}) needs {lacking[0]} KV pages of "
+                f"{self._facts.page_size} tokens; the worker has {lacking[1]}",
             )
         if not self._options.chunked_prefill and prompt > self._budget:
             return Refusal(
@@ -119,10 +106,7 @@ class Admission:
 
     def pinned(self, request: Request) -> Refusal:
         """Nothing runs, and yet the request finds too few pages: only pins can hold them."""
-        pool, window = self._running.pool, self._window
-        needed = pool.pages_of(request.tokens)
-        if window is not None and needed <= pool.available:
-            pool, needed = window.pool, window.least(needed)
+        needed, pool = self._cache.pinned_shortage(request)
         return Refusal(
             RejectCode.EXHAUSTED,
             "",
@@ -134,21 +118,9 @@ class Admission:
         """Whether a prefill of so many uncached tokens takes more than half a step."""
         return tokens > self._long_tokens
 
-    def match(self, request: Request) -> int:
-        """Look the request up in the prefix tree as it is now; returns the tokens left to prefill.
-
-        At least the last id is always computed, since its logits are wanted. Layers behind a window must have what
-        the first computed id sees.
-        """
-        tokens, path = request.tokens, request.path
-        self._tree.match(path, request.ids, tokens - 1)
-        if self._window is not None and path.length:
-            self._tree.match(path, request.ids, self._window.usable(path.pages) * self._facts.page_size)
-        return tokens - request.path.length * self._facts.page_size
-
     def obstacle(self, request: Request, budget: int, now: int) -> Obstacle | None:
         """What keeps a waiting request out of this step, which has room for `budget` more tokens."""
-        uncached = self.match(request)
+        uncached = self._cache.match(request)
         if request.deadline and self.late(request, now) is not None:
             return Obstacle.LATE
         if uncached > self._long_tokens and any(
@@ -157,39 +129,8 @@ class Admission:
             return Obstacle.LONG
         if not self._options.chunked_prefill and budget < uncached <= self._budget:
             return Obstacle.BUDGET
-        short = self._pages(request)
-        return short if short is not None or self._window is None else self._window_pages(request, self._window)
-
-    def _pages(self, request: Request) -> Obstacle | None:
-        """Whether pages are there now, and are expected to last."""
-        running, pool, path = self._running, self._running.pool, request.path
-        prompt_len, tokens, page_size = request.prompt_len, request.tokens, pool.page_size
+        prompt_len, tokens = request.prompt_len, request.tokens
         output = self.lengths.expect(request.work_class, tokens - prompt_len, request.max_len - prompt_len)
         # At its end, shared ones included; the last id's K/V need no room.
-        request.expected_pages = expected = -(-max(prompt_len + output - 1, tokens) // page_size)
-        left = pool.free + pool.idle - -(-tokens // page_size)
-        if path.length:
-            left += path.length - path.idle_pages
-        headroom = self.thrash.headroom(pool.num_pages)
-        if left < headroom:
-            if running.count:
-                return Obstacle.PAGES
-            return None if left >= 0 else Obstacle.PINNED
-        if running.committed + expected <= pool.num_pages or not running.count:
-            return None
-        return None if running.peak_with(request) <= pool.num_pages - headroom else Obstacle.PAGES
-
-    def _window_pages(self, request: Request, window: Window) -> Obstacle | None:
-        """As `_pages`, for the layers behind windows. A chunk takes what pages there are, so few must be there."""
-        running, pool, path = self._running, window.pool, request.path
-        used, idle = window.hit_pages(path.pages)
-        held_from = path.length - used - idle
-        needed = window.least(pool.pages_of(request.tokens) - held_from) - used
-        if not running.count:
-            return None if needed <= pool.available else Obstacle.PINNED
-        headroom = self.thrash.headroom(pool.num_pages)
-        if pool.available - needed - running.owed() < headroom:
-            return Obstacle.PAGES
-        if window.committed + window.plateau(request.expected_pages) <= pool.num_pages:
-            return None
-        return None if running.window_peak_with(request) <= pool.num_pages - headroom else Obstacle.PAGES
+        request.expect_pages(-(-max(prompt_len + output - 1, tokens) // self._facts.page_size))
+        return self._cache.obstacle(request, self.thrash.headroom)

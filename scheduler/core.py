@@ -34,6 +34,7 @@ from proto.messages import (
 )
 from scheduler.admission import Admission
 from scheduler.emit import Outbound, Outgoing
+from scheduler.kv_cache import make_cache
 from scheduler.lifecycle import Counts, Lifecycle
 from scheduler.pages import I32Array
 from scheduler.policy import Pacer
@@ -42,10 +43,8 @@ from scheduler.queue import Queues
 from scheduler.registry import Registry
 from scheduler.request import Request
 from scheduler.results import InFlight, Results, WorkerError
-from scheduler.rows import RowView
+from scheduler.rows import Rows, RowView
 from scheduler.running import Running
-
-_WINDOW_COUNTERS = ("window_pages_total", "window_pages_free", "window_pages_cached", "window_evictions")
 
 
 class Scheduler:
@@ -60,16 +59,19 @@ class Scheduler:
         self._budget = min(options.max_num_batched_tokens, worker.max_num_batched_tokens)
         # Every running row decodes in every step, so there are no more rows than a step has tokens.
         capacity = min(options.max_num_seqs, worker.max_num_seqs, self._budget)
-        self._running = Running(worker, capacity, options.prefix_caching)
+        max_pages = -(-worker.max_model_len // worker.page_size)
+        self._rows = rows = Rows(capacity, max_pages, worker.page_size, worker.max_step_ids)
+        self._cache = cache = make_cache(worker, rows, options.prefix_caching)
+        self._running = running = Running(rows, cache, speculation=worker.max_step_ids > 1)
         self._queues = Queues()
         self._registry = Registry()
         self._out = Outbound()
-        self._admission = Admission(options, worker, self._running, self._budget)
+        self._admission = Admission(options, worker, cache, running, self._budget)
         self._lifecycle = Lifecycle(
-            self._running, self._queues, self._registry, self._admission, self._out, worker.vocab_size
+            rows, cache, running, self._queues, self._registry, self._admission, self._out, worker.vocab_size
         )
-        self._prefill = PrefillPlanner(self._running, self._queues, self._admission, self._lifecycle)
-        self._results = Results(self._running, self._lifecycle, self._admission, self._out)
+        self._prefill = PrefillPlanner(rows, running, self._queues, self._admission, self._lifecycle)
+        self._results = Results(rows, cache, self._lifecycle, self._admission, self._out)
         self._flight: deque[InFlight] = deque()
         self._pacer = Pacer()
         self._detokenizers = 1
@@ -90,7 +92,7 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Requests in the batch."""
-        return self._running.count
+        return self._rows.count
 
     @property
     def step(self) -> int:
@@ -115,7 +117,7 @@ class Scheduler:
             case Census():
                 self._on_census(message, now)
             case Flush():
-                pages = self._running.flush()
+                pages = self._cache.flush()
                 self._out.send(StageKind.SERVER, server_of(message.rid), FlushReply(rid=message.rid, pages=pages))
             case World():
                 self._on_world(message)
@@ -142,8 +144,7 @@ class Scheduler:
         if due is None or now < due:
             return None
         self._lifecycle.expire(now)
-        if self._running.window is not None:
-            self._running.slide_prefills()
+        self._cache.slide_requests(self._running.prefills)
         forced = self._options.debug_preempt_every > 0 and self._force_preemption()
         view, limits, preempted = self._plan_decodes()
         chunks: dict[Request, int] = {}
@@ -157,7 +158,7 @@ class Scheduler:
             share = self._prefill.share(budget, self._step, may_admit, now)
             chunks, admits = share.chunks, share.admits
             if paused and chunks:
-                view, limits = self._running.rows.view(view.slots[:0]), None
+                view, limits = self._rows.view(view.slots[:0]), None
         if not len(view) and not chunks:
             return self._plan_with_fewer(now) if self._running.prefills and not self._flight else None
         plan = self._issue(view, limits, chunks, admits)
@@ -171,28 +172,18 @@ class Scheduler:
 
     def counters(self) -> dict[str, float]:
         """For the heartbeat."""
-        pool, window, admission = self._running.pool, self._running.window, self._admission
-        windowed = dict.fromkeys(_WINDOW_COUNTERS, 0.0)
-        if window is not None and window.imaginary:
-            pool = window.pool
-        elif window is not None:
-            values = window.pool.num_pages, window.pool.free, window.pool.idle, window.evictions
-            windowed = dict(zip(_WINDOW_COUNTERS, map(float, values), strict=True))
+        thrash = self._admission.thrash
         totals = dataclasses.asdict(self.counts)
         return {
-            "running": float(self._running.count),
+            "running": float(self._rows.count),
             "waiting": float(len(self._queues)),
             "waiting_tokens": float(self._queues.tokens),
-            "pages_total": float(pool.num_pages),
-            "pages_free": float(pool.free),
-            "pages_cached": float(pool.idle),
             "steps": float(self._step),
-            **windowed,
-            "evictions": float(self._running.evictions),
-            "preempted_tokens": float(admission.thrash.preempted_tokens),
-            "thrash": admission.thrash.ratio,
-            "throttled_pages": float(admission.thrash.headroom(pool.num_pages)),
-            "prefill_tokens_per_second": admission.speed.tokens_per_second,
+            **self._cache.counters(),
+            "preempted_tokens": float(thrash.preempted_tokens),
+            "thrash": thrash.ratio,
+            "throttled_pages": float(thrash.headroom(self._cache.counted_pool.num_pages)),
+            "prefill_tokens_per_second": self._admission.speed.tokens_per_second,
             **{name: float(total) for name, total in totals.items()},
         }
 
@@ -215,7 +206,7 @@ class Scheduler:
         rid, attempt = admit.rid, admit.attempt
         present = self._registry.requests.get(rid)
         if (
-            self._registry.is_buried(rid, attempt)
+            self._registry.has_tombstone(rid, attempt)
             or self._registry.is_disowned(rid)
             or (present is not None and attempt <= present.attempt)
         ):
@@ -228,7 +219,7 @@ class Scheduler:
 
     def _on_abort(self, abort: Abort) -> None:
         for rid, attempt in zip(column(abort.rids, U64).tolist(), column(abort.attempts, U32).tolist(), strict=True):
-            self._registry.bury(rid, attempt)
+            self._registry.add_tombstone(rid, attempt)
             request = self._registry.requests.get(rid)
             if request is not None and request.attempt <= attempt:
                 self.counts.aborted += 1
@@ -247,7 +238,7 @@ class Scheduler:
     def _on_world(self, world: World) -> None:
         detokenizers = sum(info.address.kind is StageKind.DETOKENIZER for info in world.stages)
         self._detokenizers = max(self._detokenizers, detokenizers)
-        for request in self._registry.learn(world):
+        for request in self._registry.adopt_world(world):
             self.counts.aborted += 1
             self._lifecycle.drop(request)
 
@@ -266,11 +257,11 @@ class Scheduler:
             # Half of a step is left to prefills.
             limits = running.step_limits(view, self._budget // 2) if running.speculation else None
             needy = running.lacking_pages(view, limits)
-            if needy.size > running.available and limits is not None:
+            if needy.size > self._cache.available and limits is not None:
                 # Speculation takes no page from anybody.
                 limits = None
                 needy = running.lacking_pages(view, None)
-            if needy.size <= running.available:
+            if needy.size <= self._cache.available:
                 break
             victim = running.victim()
             if victim is None:
@@ -281,7 +272,7 @@ class Scheduler:
             self._lifecycle.preempt(victim)
             preempted = True
         if needy.size:
-            running.append_pages(needy)
+            self._cache.append_pages(needy, repeated=limits is not None)
         return view, limits, preempted
 
     def _force_preemption(self) -> bool:
@@ -310,8 +301,8 @@ class Scheduler:
     ) -> StepPlan:
         """Account the step as planned and write it down."""
         running = self._running
-        append_slots, append_pages, append_groups = running.take_appended()
-        rewinds = running.rows.take_rewinds(view) if running.speculation else b""
+        append_slots, append_pages, append_groups = self._cache.drain_appended()
+        rewinds = self._rows.drain_rewinds(view) if running.speculation else b""
         decode_slots = None if view.version == self._sent_version else view.slots.tobytes()
         self._sent_version = view.version
         if len(view):
@@ -324,7 +315,7 @@ class Scheduler:
             epoch=self._epoch,
             step=self._step,
             previous=self._step - 1,
-            released=running.take_released(),
+            released=running.drain_released(),
             admits=tuple(admits),
             append_slots=append_slots,
             append_pages=append_pages,

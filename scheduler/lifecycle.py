@@ -1,6 +1,6 @@
 """A request's way through its states, and its one end.
 
-    accept ─► QUEUED ─► PREFILL ─► DECODE ─► ended: finish | refuse | drop
+    admit ─►  QUEUED ─► PREFILL ─► DECODE ─► ended: finish | refuse | drop
                 ▲                    │
                 └──── preempt ───────┘
 
@@ -14,10 +14,12 @@ from proto.ids import StageKind, server_of
 from proto.messages import Admit, Finish, Reject, Timing
 from scheduler.admission import Admission, Refusal
 from scheduler.emit import BareRow, End, Outbound
+from scheduler.kv_cache import KvCache
 from scheduler.prefix import Path
 from scheduler.queue import Queues
 from scheduler.registry import Registry
 from scheduler.request import ID_BYTES, Request, State
+from scheduler.rows import Rows
 from scheduler.running import Running
 from scheduler.stops import StopTable
 
@@ -50,10 +52,20 @@ class Lifecycle:
     """The only place where requests come into being, change state outside a slot, and end."""
 
     def __init__(
-        self, running: Running, queues: Queues, registry: Registry, admission: Admission, out: Outbound, vocab_size: int
+        self,
+        rows: Rows,
+        cache: KvCache,
+        running: Running,
+        queues: Queues,
+        registry: Registry,
+        admission: Admission,
+        out: Outbound,
+        vocab_size: int,
     ) -> None:
         self.counts = Counts()
         self.stops = StopTable(vocab_size)
+        self._rows = rows
+        self._cache = cache
         self._running = running
         self._queues = queues
         self._registry = registry
@@ -64,24 +76,30 @@ class Lifecycle:
     # ---------------------------------------------------------------- in
 
     def admit(self, admit: Admit, detokenizer: int, step: int, now: int) -> None:
-        """Queue a request, or say at once why not."""
+        """Queue a request, say at once why not, or tell that it has all its output already."""
         refusal = self._admission.never(admit) or self._admission.queue_full(len(self._queues), self._queues.tokens)
         if refusal is not None:
             self.reject(admit.rid, admit.attempt, refusal)
             return
-        request = self._accept(admit, detokenizer, now)
-        if self._ends_at_once(request, step):
+        request = self._make_request(admit, detokenizer, now)
+        end = _end_of_output(request)
+        if end is not None:
+            request.note_first_schedule(now, 0)
+            self._out.bare(step, BareRow(request, end, self.first_opening(request, now)))
+            self.counts.finished += 1
             return
-        uncached = self._admission.match(request)
+        uncached = self._cache.match(request)
         refusal = self._admission.late(request, now)
         if refusal is not None:
-            self.refuse(request, refusal)
-        else:
-            self._enqueue(request, uncached)
+            self.reject(request.rid, request.attempt, refusal)
+            return
+        self._registry.requests[request.rid] = request
+        self.stops.acquire(request.stops)
+        self._enqueue(request, uncached)
 
-    def _accept(self, admit: Admit, detokenizer: int, now: int) -> Request:
+    def _make_request(self, admit: Admit, detokenizer: int, now: int) -> Request:
         prompt_len = len(admit.prompt_ids) // ID_BYTES
-        request = Request(
+        return Request(
             rid=admit.rid,
             attempt=admit.attempt,
             ids=admit.prompt_ids + admit.output_ids,
@@ -91,7 +109,7 @@ class Lifecycle:
             min_len=prompt_len + admit.min_new_tokens,
             sampling=admit.sampling,
             stop_ids=admit.stop_ids,
-            stops=self.stops.acquire(admit.stop_ids, admit.num_eos),
+            stops=self.stops.find(admit.stop_ids, admit.num_eos),
             work_class=admit.work_class,
             priority=admit.priority,
             deadline=admit.deadline,
@@ -101,30 +119,10 @@ class Lifecycle:
             path=Path(admit.cache_salt),
             seen=now,
         )
-        self._registry.requests[request.rid] = request
-        return request
-
-    def _ends_at_once(self, request: Request, step: int) -> bool:
-        """A continuation may have all its output already: only its end was lost."""
-        if not request.resumed:
-            return False
-        last = int.from_bytes(request.ids[-ID_BYTES:], "little")
-        if last in request.stops.ids and request.tokens > request.min_len:
-            end = End(0, Finish.STOP, last, request.stops.ids[last])
-        elif request.tokens >= request.max_len:
-            end = End(0, Finish.LENGTH)
-        else:
-            return False
-        request.first_scheduled = request.seen
-        self._out.bare(step, BareRow(request, end, self.open(request, request.seen)))
-        self._forget(request)
-        self.counts.finished += 1
-        return True
 
     def _enqueue(self, request: Request, uncached: int) -> None:
-        request.state = State.QUEUED
-        request.long = self._admission.is_long(uncached)
-        self._queues.push(request)
+        request.set_long(self._admission.is_long(uncached))
+        self._queues.enqueue(request)
         if request.deadline:
             if len(self._deadlines) > 2 * len(self._queues) + _STALE_DEADLINES:
                 self._deadlines = [entry for entry in self._deadlines if self._waits(*entry[1:]) is not None]
@@ -133,19 +131,19 @@ class Lifecycle:
 
     def preempt(self, request: Request) -> None:
         """Back to the queue with all that is known; what is in flight for it will be dropped."""
-        request.learn(self._running.rows.known_ids(request.slot))
+        request.adopt_ids(self._rows.known_ids(request.slot))
         # What a prefill has planned is in the tree already.
-        self._running.leave([request], keep=request.state is State.DECODE)
-        request.preemptions += 1
-        self._enqueue(request, self._admission.match(request))
+        self._running.release_slots([request], keep=request.state is State.DECODE)
+        request.count_preemption()
+        self._enqueue(request, self._cache.match(request))
         self.counts.preemptions += 1
         self._admission.lengths.preempted()
 
-    def open(self, request: Request, now: int) -> tuple[bytes, Timing] | None:
+    def first_opening(self, request: Request, now: int) -> tuple[bytes, Timing] | None:
         """What goes with a request's first Emit; None afterwards."""
         if request.opened:
             return None
-        request.opened = True
+        request.mark_opened()
         timing = Timing(
             cached_tokens=request.cached_tokens,
             queue=max(request.first_scheduled - request.arrival, 0),
@@ -157,7 +155,7 @@ class Lifecycle:
 
     def finish(self, done: list[Request]) -> None:
         """Their ends are on their way to the detokenizers; slots and pages come back."""
-        self._running.leave(done, keep=True)
+        self._running.release_slots(done, keep=True)
         for request in done:
             self._forget(request)
         self.counts.finished += len(done)
@@ -167,7 +165,7 @@ class Lifecycle:
         if request.ticket:
             self._queues.remove(request)
         elif request.slot >= 0:
-            self._running.leave([request], keep=False)
+            self._running.release_slots([request], keep=False)
         if request.opened:
             self._out.close(request)
         self._forget(request)
@@ -205,6 +203,16 @@ class Lifecycle:
         return request if request is not None and request.attempt == attempt and request.ticket else None
 
     def _forget(self, request: Request) -> None:
-        request.state = State.ENDED
+        request.end()
         self.stops.release(request.stops)
         del self._registry.requests[request.rid]
+
+
+def _end_of_output(request: Request) -> End | None:
+    """The end of a continuation that has all its output already: only its end was lost."""
+    if not request.resumed:
+        return None
+    last = int.from_bytes(request.ids[-ID_BYTES:], "little")
+    if last in request.stops.ids and request.tokens > request.min_len:
+        return End(0, Finish.STOP, last, request.stops.ids[last])
+    return End(0, Finish.LENGTH) if request.tokens >= request.max_len else None

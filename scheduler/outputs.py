@@ -43,11 +43,11 @@ class Outputs:
         self.settle()
         return self._known
 
-    def enter(self, slot: int, tokens: int) -> None:
+    def start_row(self, slot: int, tokens: int) -> None:
         self._known_cells[slot] = tokens
         self._origin_cells[slot] = slot * self._slot_bytes // ID_BYTES - tokens
 
-    def leave(self, slot: int, longest: int) -> None:
+    def clear_row(self, slot: int, longest: int) -> None:
         """A row of at most so many generated ids goes, and nothing is collected of it any more."""
         if longest * ID_BYTES > _KEPT:
             self._memory.madvise(mmap.MADV_DONTNEED, slot * self._slot_bytes, self._slot_bytes)

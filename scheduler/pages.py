@@ -5,6 +5,8 @@ that nobody uses are *idle*: the prefix tree counts them here, and alone turns t
 Pages travel as bytes (int32), as in the messages: short ones are cut and joined faster than arrays.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -29,9 +31,12 @@ class PageError(RuntimeError):
 
 
 class PagePool:
-    """The stack of free pages, of the ids 0..num_pages-1."""
+    """The stack of free pages, of the ids 0..num_pages-1. `on_release` is told of pages that become free."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, on_release: Callable[[bytes], None] = lambda pages: None
+    ) -> None:
+        self._on_release = on_release
         self.num_pages = num_pages
         self.page_size = page_size
         self.free = num_pages
@@ -51,7 +56,7 @@ class PagePool:
         """Pages that hold this many tokens."""
         return -(-tokens // self.page_size)
 
-    def take(self, count: int) -> bytes:
+    def pop(self, count: int) -> bytes:
         """Pop free pages. Raises PageError when there are not enough."""
         if not count:
             return b""
@@ -63,12 +68,13 @@ class PagePool:
         self.free -= count
         return pages
 
-    def push(self, pages: bytes) -> None:
-        """These pages become free. Raises PageError when there are more free pages than pages."""
+    def release(self, pages: bytes) -> None:
+        """Make these pages free. Raises PageError when there are more free pages than pages."""
         self._stack += pages
         self.free = len(self._stack) // PAGE_ID_BYTES
         if self.free > self.num_pages:
             raise PageError(f"{self.free} of {self.num_pages} pages are free: some were released twice")
+        self._on_release(pages)
 
     def check(self, taken: bytes) -> None:
         """Raise PageError unless every page is either free or once among those taken. O(pages), for tests."""

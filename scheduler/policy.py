@@ -1,5 +1,7 @@
 """Estimates that steer admission and preemption. All of them learn from what happened; none reads a clock."""
 
+from enum import Enum
+
 import numpy as np
 import numpy.typing as npt
 
@@ -17,6 +19,16 @@ _MAX_HEADROOM = 0.5
 _PACE_LEARN = 1 / 8  # weight of a new observation in predicted step times
 _MIN_MARGIN = 2_000_000  # ns: a plan's way to the worker, and a late wake-up of ours
 _MARGIN_PART = 4  # of the predicted step time: predictions err
+
+
+class Obstacle(Enum):
+    """Why a waiting request cannot be placed in this step."""
+
+    LONG = 1  # waits for the long prefill of its class to end
+    BUDGET = 2  # waits for a step with room for its whole prompt
+    PAGES = 3  # waits for pages
+    LATE = 4  # cannot finish its prefill before its deadline
+    PINNED = 5  # nothing runs, and still too few pages: pins hold them
 
 
 class OutputLengths:

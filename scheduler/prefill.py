@@ -1,10 +1,12 @@
 """Who prefills in a step: how the tokens that decodes leave are shared."""
 
 from proto.messages import AdmitRow
-from scheduler.admission import Admission, Obstacle
+from scheduler.admission import Admission
 from scheduler.lifecycle import Lifecycle
+from scheduler.policy import Obstacle
 from scheduler.queue import Queues
 from scheduler.request import Request
+from scheduler.rows import Rows
 from scheduler.running import Running
 
 _LONG_SHARE = 4  # a long prefill gets at least 1/4 of what decodes leave, however many short ones come
@@ -28,7 +30,10 @@ class PrefillPlanner:
     so neither can starve the other, and nothing is left unused.
     """
 
-    def __init__(self, running: Running, queues: Queues, admission: Admission, lifecycle: Lifecycle) -> None:
+    def __init__(
+        self, rows: Rows, running: Running, queues: Queues, admission: Admission, lifecycle: Lifecycle
+    ) -> None:
+        self._rows = rows
         self._running = running
         self._queues = queues
         self._admission = admission
@@ -60,11 +65,11 @@ class PrefillPlanner:
         if tokens and (tokens := self._running.advance(request, tokens)):
             share.chunks[request] = share.chunks.get(request, 0) + tokens
             share.budget -= tokens
-            self._queues.charge(request.work_class, tokens)
+            self._queues.account_prefill(request.work_class, tokens)
 
     def _admit(self, share: PrefillShare, step: int, now: int) -> None:
         """Place waiting requests while there are slots, pages and budget."""
-        queues, slots = self._queues, self._running.rows.free
+        queues, slots = self._queues, self._rows.free
         blocked: list[Request] = []
         while share.budget and slots:
             request = queues.best(now)
@@ -72,10 +77,10 @@ class PrefillPlanner:
                 break
             obstacle = self._admission.obstacle(request, share.budget, now)
             if obstacle is None:
-                queues.take(request)
+                queues.pop_best(request)
                 self._place(request, share, now)
                 for other in blocked:
-                    other.overtaken += 1
+                    other.count_overtake()
                 continue
             if obstacle is Obstacle.LATE or obstacle is Obstacle.PINNED:
                 refusal = self._admission.late(request, now) if obstacle is Obstacle.LATE else None
@@ -93,22 +98,19 @@ class PrefillPlanner:
 
     def _circumstances(self, step: int) -> tuple[int, int, int, int]:
         """While these are the same, a scan that was in vain for want of pages would be so again."""
-        running = self._running
-        return running.rows.departures, self._queues.tickets, len(running.prefills), step // _RESCAN_STEPS
+        return self._rows.departures, self._queues.tickets, len(self._running.prefills), step // _RESCAN_STEPS
 
     def _place(self, request: Request, share: PrefillShare, now: int) -> None:
         admission, counts = self._admission, self._lifecycle.counts
-        request.overtaken = 0
         row = self._running.place(request, share.budget)
         share.admits.append(row)
         share.chunks[request] = tokens = request.done - row.start
         share.budget -= tokens
-        self._queues.charge(request.work_class, tokens)
-        request.long = admission.is_long(request.tokens - row.start)
+        self._queues.account_prefill(request.work_class, tokens)
+        request.set_long(admission.is_long(request.tokens - row.start))
         counts.prefix_query_tokens += request.tokens
         counts.prefix_hit_tokens += row.start
         if request.preemptions:
             admission.thrash.recomputed(request.tokens - row.start - 1)
         if not request.first_scheduled:
-            request.first_scheduled = now
-            request.cached_tokens = min(row.start, request.prompt_len)
+            request.note_first_schedule(now, min(row.start, request.prompt_len))

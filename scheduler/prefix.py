@@ -42,14 +42,14 @@ class Path:
     They may be evicted, and the tip may grow, as long as nobody holds the path: `match` puts that right.
     """
 
-    __slots__ = ("first_key", "length", "salt", "severed", "tip")
+    __slots__ = ("detached", "first_key", "length", "salt", "tip")
 
     def __init__(self, salt: str) -> None:
         self.salt = salt.encode()
         self.first_key = b""  # at the root; kept, and its hash with it
         self.tip: Node | None = None  # None: not looked up yet
         self.length = 0
-        self.severed = False  # the row computes a page that the tree has from another: it adds no more
+        self.detached = False  # the row computes a page that the tree has from another: it adds nothing more
 
     def __len__(self) -> int:
         return self.length
@@ -125,7 +125,7 @@ class PrefixTree:
             node = self._descend(node, path, ids, limit)
         path.tip = node
         path.length = node.end
-        path.severed = False
+        path.detached = False
 
     def extend(self, path: Path, ids: bytes, table: bytes, end: int) -> None:
         """Enter pages of a running row (from its page table), from the path's tip up to page number `end`.
@@ -133,11 +133,11 @@ class PrefixTree:
         Where the tree has an equal page already, the row stops: it does not use that page, so what it adds below
         could outlive its parent.
         """
-        if path.length >= end or path.severed or not self._enabled:
+        if path.length >= end or path.detached or not self._enabled:
             return
         tip = path.tip or self._root
         if tip.children and self._key(tip, path, ids) in tip.children:
-            path.severed = True
+            path.detached = True
             return
         path.tip = self._add(tip, path, ids, table, end, 1)
         path.length = end
@@ -153,7 +153,7 @@ class PrefixTree:
         return b"".join(found[::-1])
 
     def hold(self, path: Path) -> bytes:
-        """Use the pages of a path that was matched just now, until `leave` or `unpin`; returns them.
+        """Use the pages of a path that was matched just now, until `release_row` or `unpin`; returns them.
 
         Raises PageError when its tip has changed since.
         """
@@ -165,7 +165,7 @@ class PrefixTree:
             node.users += 1
         return path.pages
 
-    def leave(self, path: Path, table: bytes, ids: bytes = b"", end: int = 0) -> None:
+    def release_row(self, path: Path, table: bytes, ids: bytes = b"", end: int = 0) -> None:
         """A row gives up its path and the further pages of its page table.
 
         Its pages up to number `end`, of these `ids`, enter the tree, where it has no equal ones; others are free.
@@ -179,9 +179,9 @@ class PrefixTree:
                 self._add(node, path, ids, table, end, 0)
             if node is not tip:
                 # What the tree has from another.
-                self.pool.push(table[length * PAGE_ID_BYTES : node.end * PAGE_ID_BYTES])
+                self.pool.release(table[length * PAGE_ID_BYTES : node.end * PAGE_ID_BYTES])
             length = end
-        self.pool.push(table[length * PAGE_ID_BYTES :])
+        self.pool.release(table[length * PAGE_ID_BYTES :])
         self._release(path)
 
     def unpin(self, path: Path) -> None:
@@ -194,7 +194,7 @@ class PrefixTree:
         while node.parent is not None and node.users == 1 and not node.children:
             node = self._remove(node)
         path.tip, path.length = node, node.end
-        path.severed = True
+        path.detached = True
 
     def allocate(self, count: int) -> bytes:
         """Pages for a row; evicts idle ones when too few are free. Raises PageError beyond `available`."""
@@ -202,7 +202,7 @@ class PrefixTree:
         short = count - pool.free
         if short > 0:
             self._evict(max(short, min(pool.idle, self._batch)))
-        return pool.take(count)
+        return pool.pop(count)
 
     def flush(self) -> int:
         """Evict everything that nobody uses; returns the number of pages."""
@@ -213,7 +213,7 @@ class PrefixTree:
     # ---------------------------------------------------------------- nodes
 
     def _key(self, node: Node, path: Path, ids: bytes) -> bytes:
-        """Of the child of `node` that continues with these ids, which have a whole page more."""
+        """The key of the child of `node` that continues with these ids, which go on for a page at least."""
         at = node.end * self._page_bytes
         if at:
             return ids[at : at + self._page_bytes]
@@ -254,7 +254,7 @@ class PrefixTree:
         child = node.children[key] = Node(node, key, run, pages, start, end, users, self._clock)
         if not users:
             self.pool.idle += end - start
-            self._push_leaf(child)
+            self._note_leaf(child)
         return child
 
     def _split(self, node: Node, at: int) -> Node:
@@ -291,9 +291,9 @@ class PrefixTree:
                 self.pool.idle += node.end - node.start
             node = node.parent
         if not (tip.users or tip.children) and tip.parent is not None:
-            self._push_leaf(tip)
+            self._note_leaf(tip)
 
-    def _push_leaf(self, node: Node) -> None:
+    def _note_leaf(self, node: Node) -> None:
         """Note an idle leaf that was last used just now."""
         leaves = self._leaves
         leaves.append((node.last_use, node))
@@ -337,7 +337,7 @@ class PrefixTree:
                 heapq.heappush(self._bared, (parent.last_use, self._entries, parent))
         self.evictions += count - left
         self.pool.idle -= count - left
-        self.pool.push(b"".join(gone))
+        self.pool.release(b"".join(gone))
 
     def _remove(self, node: Node) -> Node:
         """Take a leaf out of the tree; returns its parent. Its pages are the caller's."""

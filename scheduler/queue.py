@@ -29,7 +29,7 @@ class Lane:
         self._stale = 0
         self._passed: list[Entry] = []  # in the scan that goes on
 
-    def push(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         heapq.heappush(self.heap, (request.order, request.ticket, request))
 
     def head(self) -> Request | None:
@@ -51,8 +51,8 @@ class Lane:
         while self._passed:
             heapq.heappush(self.heap, self._passed.pop())
 
-    def leave_entry(self) -> None:
-        """One of the entries went stale."""
+    def mark_stale(self) -> None:
+        """One of the entries has become stale."""
         self._stale += 1
         if self._stale > len(self.heap) // 2 + _COMPACT_SLACK:
             self.heap = [entry for entry in self.heap if entry[2].ticket == entry[1]]
@@ -75,26 +75,25 @@ class Queues:
     def __len__(self) -> int:
         return self._count
 
-    def push(self, request: Request) -> None:
+    def enqueue(self, request: Request) -> None:
         """Queue a new or preempted request; a preempted one keeps the place of its arrival."""
         work_class = request.work_class
         if not self._waiting[work_class]:
             # A class that was away does not come back with credit for its absence.
             self._served[work_class] = max(self._served[work_class], self._virtual_now)
         self.tickets += 1
-        request.ticket = self.tickets
-        request.order = request.arrival - request.priority * PRIORITY_NS
+        request.queue(self.tickets, request.arrival - request.priority * PRIORITY_NS)
         self._waiting[work_class] += 1
         self._count += 1
         self.tokens += request.tokens
-        self._lane(request).push(request)
+        self._lane(request).add(request)
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it waits."""
         self._forget(request)
-        self._lane(request).leave_entry()
+        self._lane(request).mark_stale()
 
-    def charge(self, work_class: int, tokens: int) -> None:
+    def account_prefill(self, work_class: int, tokens: int) -> None:
         """Account prefilled tokens to a class."""
         self._served[work_class] += tokens / _WEIGHTS[work_class]
 
@@ -123,8 +122,8 @@ class Queues:
                 best, best_rank = head, rank
         return best
 
-    def take(self, request: Request) -> None:
-        """The best head leaves the queue for a slot."""
+    def pop_best(self, request: Request) -> None:
+        """Take the best head out of the queue: it gets a slot."""
         heapq.heappop(self._lane(request).heap)
         self._forget(request)
         served = self._served[request.work_class]
@@ -144,7 +143,7 @@ class Queues:
         return self._lanes[request.work_class][request.long]
 
     def _forget(self, request: Request) -> None:
-        request.ticket = 0
+        request.dequeue()
         self._waiting[request.work_class] -= 1
         self._count -= 1
         self.tokens -= request.tokens

@@ -16,7 +16,7 @@ class ServerLife:
     dead: bool
 
     def disowns(self, rid: int) -> bool:
-        """Whether nobody is left who waits for this request of that server."""
+        """Whether the process of this server that sent the request has ended."""
         made_by = server_incarnation_of(rid)
         return made_by < self.incarnation or (self.dead and made_by == self.incarnation)
 
@@ -30,21 +30,21 @@ class Registry:
         self._servers: dict[int, ServerLife] = {}
         self._census_times: dict[int, int] = {}  # server → ns of the census before
 
-    def bury(self, rid: int, attempt: int) -> None:
+    def add_tombstone(self, rid: int, attempt: int) -> None:
         """Attempts up to this one will not run when they come."""
         attempt = max(attempt, self._tombstones.pop(rid, -1))
         self._tombstones[rid] = attempt
         if len(self._tombstones) > _MAX_TOMBSTONES:
             del self._tombstones[next(iter(self._tombstones))]
 
-    def is_buried(self, rid: int, attempt: int) -> bool:
+    def has_tombstone(self, rid: int, attempt: int) -> bool:
         return attempt <= self._tombstones.get(rid, -1)
 
     def is_disowned(self, rid: int) -> bool:
         life = self._servers.get(server_of(rid))
         return life is not None and life.disowns(rid)
 
-    def learn(self, world: World) -> list[Request]:
+    def adopt_world(self, world: World) -> list[Request]:
         """Adopt who lives; returns the requests whose server has died."""
         changed = False
         for info in world.stages:
@@ -81,9 +81,9 @@ class Registry:
             if server_of(request.rid) != server:
                 continue
             if request.rid in listed:
-                request.misses = 0
+                request.clear_misses()
             elif before is not None and request.seen < before:
-                request.misses += 1
+                request.count_miss()
                 if request.misses >= _LEAK_MISSES:
                     leaked.append(request)
         return leaked

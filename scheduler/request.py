@@ -19,9 +19,9 @@ class State(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What the scheduler knows of one attempt. Written by `Scheduler` and its parts only.
+    """What the scheduler knows of one attempt. Its fields are written by its own methods only, its path by the tree.
 
-    Columns that change with every token stand in `Rows`, not here.
+    What changes with every token stands in the columns of `Rows`, not here.
     """
 
     rid: int
@@ -60,10 +60,70 @@ class Request:
     preemptions: int = 0
     misses: int = 0  # censuses in a row of its server that did not list it
 
-    def learn(self, ids: bytes) -> None:
-        """Take all ids known by now."""
+    # ---------------------------------------------------------------- what happens to it
+
+    def adopt_ids(self, ids: bytes) -> None:
+        """These are all its ids that are known by now."""
         self.ids = ids
         self.tokens = len(ids) // ID_BYTES
+
+    def queue(self, ticket: int, order: int) -> None:
+        """It waits, with this ticket of the queue and this virtual arrival."""
+        self.state = State.QUEUED
+        self.ticket = ticket
+        self.order = order
+
+    def dequeue(self) -> None:
+        self.ticket = 0
+
+    def count_overtake(self) -> None:
+        self.overtaken += 1
+
+    def set_long(self, long: bool) -> None:
+        self.long = long
+
+    def expect_pages(self, pages: int) -> None:
+        """It will hold so many pages at its end, as far as can be told when it is placed."""
+        self.expected_pages = pages
+
+    def enter_slot(self, slot: int, hit_pages: int, page_size: int) -> None:
+        """It has a slot, and the K/V of its first ids in pages that were hit."""
+        self.state = State.PREFILL
+        self.slot = slot
+        self.hit_pages = hit_pages
+        self.done = hit_pages * page_size
+        self.overtaken = 0
+
+    def plan_chunk(self, tokens: int) -> None:
+        """Its next ids are in a plan."""
+        self.done += tokens
+
+    def note_first_schedule(self, now: int, cached_tokens: int) -> None:
+        self.first_scheduled = now
+        self.cached_tokens = cached_tokens
+
+    def start_decoding(self) -> None:
+        self.state = State.DECODE
+
+    def leave_slot(self) -> None:
+        self.slot = -1
+
+    def count_preemption(self) -> None:
+        self.preemptions += 1
+
+    def mark_opened(self) -> None:
+        self.opened = True
+
+    def count_miss(self) -> None:
+        self.misses += 1
+
+    def clear_misses(self) -> None:
+        self.misses = 0
+
+    def end(self) -> None:
+        self.state = State.ENDED
+
+    # ---------------------------------------------------------------- what it is
 
     @property
     def prefill_only(self) -> bool:
@@ -71,5 +131,5 @@ class Request:
 
     @property
     def resumed(self) -> int:
-        """Output ids that were known when it was last queued."""
+        """Number of output ids that were known when it was last queued."""
         return self.tokens - self.prompt_len

@@ -9,12 +9,12 @@ import numpy as np
 from proto.messages import U8, Finish, RejectCode, RowStatus, StepResult, column
 from scheduler.admission import Admission, Refusal
 from scheduler.emit import BareRow, End, Outbound, StepRows
+from scheduler.kv_cache import KvCache
 from scheduler.lifecycle import Lifecycle
 from scheduler.outputs import Index
 from scheduler.pages import I32Array
 from scheduler.request import ID_BYTES, Request
-from scheduler.rows import Mask, RowView
-from scheduler.running import Running
+from scheduler.rows import Mask, Rows, RowView
 
 T = TypeVar("T")
 
@@ -65,8 +65,9 @@ class _Runs:
 class Results:
     """Applies results to the rows that still hold the slots they were planned for."""
 
-    def __init__(self, running: Running, lifecycle: Lifecycle, admission: Admission, out: Outbound) -> None:
-        self._running = running
+    def __init__(self, rows: Rows, cache: KvCache, lifecycle: Lifecycle, admission: Admission, out: Outbound) -> None:
+        self._rows = rows
+        self._cache = cache
         self._lifecycle = lifecycle
         self._admission = admission
         self._out = out
@@ -79,9 +80,9 @@ class Results:
         generated = 0
         if len(view):
             if counts is None:
-                generated = self._take_ids(flight, view, keep, result, now)
+                generated = self._apply_ids(flight, view, keep, result, now)
             else:
-                generated = self._take_runs(flight, view, keep, counts, result, now)
+                generated = self._apply_runs(flight, view, keep, counts, result, now)
         self._admission.thrash.step(generated)
         self._lifecycle.counts.generated_tokens += generated
         if flight.bare:
@@ -89,7 +90,7 @@ class Results:
 
     def _still_standing(self, flight: InFlight, result: StepResult) -> tuple[RowView, Mask | None]:
         """The rows whose result counts, and which those are; None = all."""
-        view, rows = flight.view, self._running.rows
+        view, rows = flight.view, self._rows
         keep: Mask | None = None
         if view.departures != rows.departures:
             generations = rows.generation.take(view.index)
@@ -109,18 +110,18 @@ class Results:
 
     def _fail(self, slot: int) -> None:
         """This row's logits are not numbers: the request ends alone, and its pages are not to be shared."""
-        rows = self._running.rows
+        rows = self._rows
         request = rows.requests[slot]
         assert request is not None
         position = int(rows.outputs.known[slot]) - request.prompt_len
         self._lifecycle.counts.failed_rows += 1
-        self._running.forget(request)
+        self._cache.distrust(request)
         message = f"the model's logits for output token {position} are not finite"
         self._lifecycle.refuse(request, Refusal(RejectCode.INTERNAL, "", message))
 
-    def _take_ids(self, flight: InFlight, view: RowView, keep: Mask | None, result: StepResult, now: int) -> int:
+    def _apply_ids(self, flight: InFlight, view: RowView, keep: Mask | None, result: StepResult, now: int) -> int:
         """Take the one id that each row of the view has gained; returns how many these are."""
-        rows, ids = self._running.rows, column(result.ids)
+        rows, ids = self._rows, column(result.ids)
         if keep is not None:
             ids = ids[keep]
         rows.identify(view)
@@ -137,14 +138,14 @@ class Results:
         self._out.rows(out)
         return len(ids)
 
-    def _take_runs(
+    def _apply_runs(
         self, flight: InFlight, view: RowView, keep: Mask | None, counts: I32Array, result: StepResult, now: int
     ) -> int:
         """Take the run of ids, 0 or more, that each row of the view has gained; returns how many ids these are.
 
         A stop id ends its row, and what the run has behind it is dropped.
         """
-        rows, ids, limits = self._running.rows, column(result.ids), _padded(flight.limits, len(counts))
+        rows, ids, limits = self._rows, column(result.ids), _padded(flight.limits, len(counts))
         if keep is not None:
             ids, counts, limits = ids[keep.repeat(counts)], counts[keep], limits[keep]
         first = rows.outputs.known.take(view.index)
@@ -174,7 +175,7 @@ class Results:
             keep = some if keep is None else _refine(keep, some)
         if not len(view):
             return
-        self._running.rows.identify(view)
+        self._rows.identify(view)
         out = StepRows(flight.step, view, runs.first - view.prompt_lens, runs.ids, runs.counts)
         self._note_extras(out, flight, keep, result, now)
         self._finish_ended(out, runs.ends)
@@ -183,14 +184,14 @@ class Results:
     def _note_extras(self, out: StepRows, flight: InFlight, keep: Mask | None, result: StepResult, now: int) -> None:
         """Add openings and log-probabilities to the rows of a step."""
         for row, request in _kept(flight.firsts, keep):
-            opening = self._lifecycle.open(request, now)
+            opening = self._lifecycle.first_opening(request, now)
             if opening is not None:
                 out.openings.append((row, *opening))
         out.logprobs = _kept(result.logprobs, keep)
 
     def _find_ends(self, numbers: Index, slots: I32Array, ids: I32Array, positions: I32Array) -> list[_Ended]:
         """Return which rows end with which of these ids; of a row's ids only the first one that ends it counts."""
-        rows, ends, ended = self._running.rows, [], -1
+        rows, ends, ended = self._rows, [], -1
         columns = (numbers, slots, ids, positions)
         for row, slot, token, position in zip(*[values.tolist() for values in columns], strict=True):
             request = rows.requests[slot]
@@ -210,7 +211,7 @@ class Results:
         """Let go of the rows that end in this step."""
         if not ends:
             return
-        rows, finished = self._running.rows, self._admission.lengths.finished
+        rows, finished = self._rows, self._admission.lengths.finished
         for end in ends:
             request = end.request
             if end.stop_id >= 0:
@@ -225,7 +226,9 @@ class Results:
         """Prefill-only requests of this step are done, unless they were aborted."""
         done = [request for request in flight.bare if request.slot >= 0]
         for request in done:
-            self._out.bare(flight.step, BareRow(request, End(0, Finish.LENGTH), self._lifecycle.open(request, now)))
+            self._out.bare(
+                flight.step, BareRow(request, End(0, Finish.LENGTH), self._lifecycle.first_opening(request, now))
+            )
         if done:
             self._lifecycle.finish(done)
 

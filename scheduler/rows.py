@@ -112,6 +112,7 @@ class Rows:
         self._rewound_cells = self._rewound.data
         self._generation_cells = self.generation.data
         self._room_cells = self.room.data
+        self._planned_cells = self._planned.data
         self.requests: list[Request | None] = [None] * capacity
         self.departures = 0
         self.free = list(range(capacity - 1, -1, -1))  # slots, the next one last
@@ -119,9 +120,10 @@ class Rows:
         self._steady: RowView | None = None
         self._steady_planned = self._planned[:0]
 
-    def enter(self, request: Request, pages: bytes) -> int:
-        """Put a request into a slot with pages for all its known ids."""
+    def fill_slot(self, request: Request, pages: bytes) -> int:
+        """Put a request into a slot, with pages for all its known ids, of which the first are its matched path's."""
         slot = self.free.pop()
+        request.enter_slot(slot, request.path.length, self.page_size)
         rid, attempt, detokenizer, prompt_len, max_len, planned, room, limits = self._cells
         rid[slot] = request.rid
         attempt[slot] = request.attempt
@@ -132,14 +134,13 @@ class Rows:
         room[slot] = len(pages) // PAGE_ID_BYTES * self.page_size
         limits[slot] = self._max_step_ids
         self._rewound_cells[slot] = False
-        self.outputs.enter(slot, request.tokens)
+        self.outputs.start_row(slot, request.tokens)
         at = slot * self._row_bytes
         self._page_bytes[at : at + len(pages)] = pages
         self.requests[slot] = request
-        request.slot = slot
         return slot
 
-    def leave(self, slots: list[int]) -> None:
+    def clear_slots(self, slots: list[int]) -> None:
         """Empty these slots. Results on their way no longer count."""
         self._settle()
         self.outputs.settle()
@@ -148,11 +149,16 @@ class Rows:
         for slot in slots:
             request = requests[slot]
             assert request is not None
-            request.slot = -1
+            request.leave_slot()
             requests[slot] = None
             generations[slot] += 1
-            self.outputs.leave(slot, request.max_len - request.tokens)
+            self.outputs.clear_row(slot, request.max_len - request.tokens)
         self.free += slots
+
+    @property
+    def count(self) -> int:
+        """Rows that hold a slot."""
+        return self.capacity - len(self.free)
 
     def table(self, slot: int) -> bytes:
         """A row's pages, from position 0 on."""
@@ -223,7 +229,7 @@ class Rows:
         self.planned[index] = self.outputs.known.take(index) - 1
         self._rewound[index] = (counts < limits).compress(speculative)
 
-    def take_rewinds(self, view: RowView) -> bytes:
+    def drain_rewinds(self, view: RowView) -> bytes:
         """Slots of this view whose place the worker must be told, with the position that they compute next (int32)."""
         index = view.index.compress(self._rewound.take(view.index))
         self._rewound[index] = False
@@ -239,9 +245,13 @@ class Rows:
         self._planned[view.index] = planned
         return planned
 
+    def set_planned(self, slot: int, planned: int) -> None:
+        """So many ids of a row that prefills are planned."""
+        self._planned_cells[slot] = planned
+
     @property
     def planned(self) -> I32Array:
-        """Planned ids of each slot. Written for single rows, of which none decodes."""
+        """Number of planned ids by slot. Written here only."""
         self._settle()
         return self._planned
 

@@ -28,15 +28,17 @@ class StopTable:
         self._watchers = np.zeros(vocab_size, np.int32)
         self._sets: dict[tuple[bytes, int], StopSet] = {}
 
-    def acquire(self, stop_ids: bytes, num_eos: int) -> StopSet:
-        """The set of these ids (int32 bytes, of which the first num_eos are EOS ids), for one more request."""
+    def find(self, stop_ids: bytes, num_eos: int) -> StopSet:
+        """The set of these ids (int32 bytes, of which the first num_eos are EOS ids), to be shared once acquired."""
         key = (stop_ids, num_eos)
-        stops = self._sets.get(key)
-        if stops is None:
-            stops = self._sets[key] = StopSet(key)
+        return self._sets.get(key) or StopSet(key)
+
+    def acquire(self, stops: StopSet) -> None:
+        """One more live request stops at these."""
+        if not stops.requests:
+            self._sets[stops.key] = stops
             self._watch(stops, 1)
         stops.requests += 1
-        return stops
 
     def release(self, stops: StopSet) -> None:
         stops.requests -= 1

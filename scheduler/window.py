@@ -1,12 +1,11 @@
-"""Pages of the layers behind a window (cache group 1), each beside a page of group 0.
+"""Pages of the layers behind a window (cache group 1), each paired with a page of group 0.
 
-A row holds them from the first that its next id sees; what lies wholly behind goes. Which ids a page holds is said by
-the page of group 0 that it stands beside: so the prefix tree serves both groups, and whatever takes a page out of it
-takes the one beside it along. A page of group 1 has *users*, the rows that hold it, and an *owner*, the page that it
-stands beside. Without users it is *idle* if it has an owner: its content may be hit, and it may be evicted. Without
-either it is free.
+A row holds them from the first that its next id sees; what lies wholly behind is dropped. Which ids a page holds is
+said by the page of group 0 that it is paired with: so the prefix tree serves both groups, and whatever takes a page out
+of it takes its pair along. A page of group 1 has *users*, the rows that hold it, and an *owner*, the page of group 0.
+Without users it is *idle* if it has an owner: its content may be hit, and it may be evicted. Without either it is free.
 
-In a model all of whose layers have a window, group 0 is imaginary: its pages are numbers that cost no memory and never
+In a model all of whose layers have a window, group 0 is *virtual*: its pages are numbers that cost no memory and never
 travel. They carry the ids.
 """
 
@@ -19,38 +18,27 @@ from proto.messages import I32, U8, WorkerFacts, column
 from scheduler.pages import I32Array, PageError, PagePool
 
 if TYPE_CHECKING:
-    from scheduler.rows import Rows
+    pass
 
 _NOBODY = -1
 _BATCH_PART = 64  # of the pool, evicted at once: finding what is oldest takes a look at every page
 _AGES = 1 << 24  # more than pages of a row: room between two ticks of the clock for an order within a row
 
 
-class WindowedPool(PagePool):
-    """Pages of group 0. One that becomes free loses the page beside it."""
-
-    window: "Window"
-
-    def push(self, pages: bytes) -> None:
-        super().push(pages)
-        if pages:
-            self.window.part(column(pages))
-
-
 class Window:
-    """Who holds which page of group 1. Kept by `Running`."""
+    """Who holds which page of group 1. Kept by `WindowedKvCache`, which has the rows and the tree."""
 
     def __init__(self, facts: WorkerFacts, capacity: int) -> None:
         self.pool = PagePool(facts.window_pages, facts.page_size)
-        self.imaginary = not facts.num_pages
+        self.virtual = not facts.num_pages
         # Pages before its own that an id at the beginning of a page sees.
         self.reach = window_reach(facts.window, facts.page_size)
         self.evictions = 0
-        self.committed = 0  # as `Running.committed`
+        self.committed = 0  # as `KvCache.committed`
         max_pages = self.pool.pages_of(facts.max_model_len)
         self.full = self._full_pool(facts, capacity, max_pages)
         self._window = facts.window
-        self._beside = np.full(self.full.num_pages, _NOBODY, I32)  # by page of group 0
+        self._paired = np.full(self.full.num_pages, _NOBODY, I32)  # by page of group 0: its page of group 1
         self._owner = np.full(facts.window_pages, _NOBODY, I32)
         self._users = np.zeros(facts.window_pages, np.int32)
         self._age = np.zeros(facts.window_pages, np.int64)  # of idle pages: the lowest goes first
@@ -61,17 +49,15 @@ class Window:
         self.end = np.zeros(capacity, np.int32)
         self._appended: list[tuple[I32Array, I32Array]] = []  # slots and pages that the next plan is to name
 
-    def _full_pool(self, facts: WorkerFacts, capacity: int, max_pages: int) -> WindowedPool:
-        """Imaginary pages suffice for the longest rows that can hold all of group 1, and as much for what is cached, up
+    def _full_pool(self, facts: WorkerFacts, capacity: int, max_pages: int) -> PagePool:
+        """Virtual pages suffice for the longest rows that can hold all of group 1, and as much for what is cached, up
         to what all slots can hold and two cached pages for each of group 1."""
         pages = facts.num_pages
-        if self.imaginary:
+        if self.virtual:
             pages_each = -(-max_pages // (self.reach + 1))  # of group 0 for one of group 1
             pages = min(2 * pages_each * facts.window_pages, capacity * max_pages + 2 * facts.window_pages)
             pages = max(pages, max_pages)
-        pool = WindowedPool(pages, facts.page_size)
-        pool.window = self
-        return pool
+        return PagePool(pages, facts.page_size, on_release=self._unpair_released)
 
     # ---------------------------------------------------------------- what fits
 
@@ -83,10 +69,10 @@ class Window:
         """Pages that a row which is expected to reach so many will hold at its end: the newest may hold one id."""
         return min(pages, self.reach + 2)
 
-    def usable(self, path: bytes) -> int:
+    def hit_length(self, path: bytes) -> int:
         """How many pages of a path of group 0 can be hit: the most before which all that is in the window is there."""
         pages = column(path)
-        absent = np.flatnonzero(self._beside.take(pages) == _NOBODY)
+        absent = np.flatnonzero(self._paired.take(pages) == _NOBODY)
         if not absent.size or (absent[-1] < pages.size - self.reach):
             return pages.size
         edges = np.concatenate([[-1], absent, [pages.size]])
@@ -97,20 +83,20 @@ class Window:
 
     def hit_pages(self, path: bytes) -> tuple[int, int]:
         """Of a hit of these pages: those in use, and those idle."""
-        pages = self._beside.take(column(path)[-self.reach :]) if self.reach else column(b"")
+        pages = self._paired.take(column(path)[-self.reach :]) if self.reach else column(b"")
         used = int(np.count_nonzero(self._users.take(pages)))
         return used, pages.size - used
 
     # ---------------------------------------------------------------- rows
 
-    def enter(self, slot: int, path: bytes, expected: int) -> bytes:
+    def start_row(self, slot: int, path: bytes, expected: int) -> bytes:
         """A row begins behind a hit of these pages of group 0, and is expected to end with so many; returns what it
         holds of the hit."""
         self.committed += self.plateau(expected)
         hits = column(path)
         self.end[slot] = end = hits.size
         self.first[slot] = first = max(end - self.reach, 0)
-        pages = self._beside.take(hits[first:])
+        pages = self._paired.take(hits[first:])
         if (pages == _NOBODY).any():
             raise PageError("a hit is held of which pages have gone")
         self.pool.idle -= int(np.count_nonzero(self._users.take(pages) == 0))
@@ -118,7 +104,7 @@ class Window:
         self._tables[slot, first:end] = pages
         return pages.tobytes()
 
-    def extend(self, slot: int, table: I32Array, done: int, tokens: int) -> int:
+    def extend_row(self, slot: int, table: I32Array, done: int, tokens: int) -> int:
         """Pages for the next `tokens` ids from `done` on, or for as many as there are pages for; returns how many.
 
         `table` has the row's pages of group 0.
@@ -127,39 +113,35 @@ class Window:
         more = min(self.pool.pages_of(done + tokens) - end, self.pool.available)
         if more > 0:
             pages = self._allocate(more)
-            self._place(table[end : end + more], pages)
+            self._pair(table[end : end + more], pages)
             self._tables[slot, end : end + more] = pages
             self.end[slot] = end = end + more
             self._appended.append((np.full(more, slot, np.int32), pages))
         return min(tokens, end * self.pool.page_size - done)
 
     def append_pages(self, slots: I32Array, full: I32Array, ranks: I32Array | None) -> None:
-        """One more page for each of these rows, beside these of group 0; `ranks` as in `Rows.append_pages`."""
+        """Give each of these rows one more page, paired with these of group 0; `ranks` as in `Rows.append_pages`."""
         pages = self._allocate(slots.size)
-        self._place(full, pages)
+        self._pair(full, pages)
         end = self.end[slots] if ranks is None else self.end[slots] + ranks
         self._tables[slots, end] = pages
         self.end[slots] = end + 1
         self._appended.append((slots, pages))
 
-    def slide(self, slots: I32Array, rows: "Rows") -> None:
-        """Let go of what these rows have behind their windows, as seen by the next plan. Once a plan, before its pages.
-
-        A row of unknown ids in flight keeps what the last known one sees.
-        """
-        next_ids = np.minimum(rows.planned[slots], rows.outputs.known[slots] - 1)
+    def slide(self, slots: I32Array, next_ids: I32Array) -> None:
+        """Let go of what these rows have behind their windows, of which the next ids stand at these positions."""
         firsts = (next_ids - (self._window - 1)) // self.pool.page_size
         moved = np.flatnonzero(firsts > self.first[slots])
         if moved.size:
             self._drop(slots[moved], firsts[moved], sliding=True)
 
-    def leave(self, slots: list[int], expected: list[int]) -> None:
-        """These rows end, or are preempted; so many pages had been expected of each."""
+    def release_slots(self, slots: list[int], expected: list[int]) -> None:
+        """These rows end or are preempted; so many pages had been expected of each."""
         self.committed -= sum(map(self.plateau, expected))
         index = np.array(slots, np.int32)
         self._drop(index, self.end[index], sliding=False)
 
-    def appends(self, full: list[tuple[I32Array, I32Array]]) -> tuple[bytes, bytes, bytes]:
+    def drain_appended(self, full: list[tuple[I32Array, I32Array]]) -> tuple[bytes, bytes, bytes]:
         """Slots, pages and groups of all pages that the plan appends, given those of group 0."""
         appended = full + self._appended
         self._appended.clear()
@@ -170,33 +152,40 @@ class Window:
         groups[: sum(slots.size for slots, _ in full)] = 0
         return all_slots.astype(I32).tobytes(), all_pages.astype(I32).tobytes(), groups.tobytes()
 
-    # ---------------------------------------------------------------- owners
+    # ---------------------------------------------------------------- pairs
 
-    def part(self, full: I32Array) -> None:
-        """These pages of group 0 become free: nobody will look for those beside them."""
-        pages = self._beside.take(full)
-        self._beside[full] = _NOBODY
+    def _unpair_released(self, full: bytes) -> None:
+        """Called by the pool of group 0, of which these pages have become free."""
+        if full:
+            self.unpair(column(full))
+
+    def unpair(self, full: I32Array) -> None:
+        """Nobody will look for what is paired with these pages of group 0 any more."""
+        pages = self._paired.take(full)
+        self._paired[full] = _NOBODY
         pages = pages[pages != _NOBODY]
         self._owner[pages] = _NOBODY
         free = pages[self._users.take(pages) == 0]
         self.pool.idle -= free.size
-        self.pool.push(free.tobytes())
+        self.pool.release(free.tobytes())
 
-    def lend(self, own: bytes, known: bytes) -> None:
-        """A row computes these own pages though the tree has equal ones, `known`: where pages beside those are gone,
-        the row's may be hit in their place."""
-        full, theirs = column(own), column(known)
-        pages = self._beside.take(full)
-        lent = (pages != _NOBODY) & (self._beside.take(theirs) == _NOBODY)
-        self._beside[full[lent]] = _NOBODY
-        self._beside[theirs[lent]] = pages[lent]
-        self._owner[pages[lent]] = theirs[lent]
+    def share_with(self, own: bytes, known: bytes) -> None:
+        """Let the tree's pages `known` have the pairs of these `own` pages of a row, which computes the same ids, where
+        they have none any more: so that they may be hit again."""
+        mine, theirs = column(own), column(known)
+        pages = self._paired.take(mine)
+        moved = (pages != _NOBODY) & (self._paired.take(theirs) == _NOBODY)
+        self._paired[mine[moved]] = _NOBODY
+        self._paired[theirs[moved]] = pages[moved]
+        self._owner[pages[moved]] = theirs[moved]
 
     def distrust(self, full: bytes) -> None:
-        """Nobody may hit what lies beside these pages, unless others than one row hold it already."""
+        """Nobody may hit what is paired with these pages, unless others than one row hold it already."""
         pages = column(full)
-        beside = self._beside.take(pages)
-        self.part(pages[(beside != _NOBODY) & (self._users.take(beside) < 2)])  # of _NOBODY the last's, which is masked
+        paired = self._paired.take(pages)
+        self.unpair(
+            pages[(paired != _NOBODY) & (self._users.take(paired) < 2)]
+        )  # of _NOBODY the last's, which is masked
 
     def flush(self) -> int:
         """Evict all idle pages; returns their number."""
@@ -207,8 +196,8 @@ class Window:
 
     # ---------------------------------------------------------------- pages
 
-    def _place(self, full: I32Array, pages: I32Array) -> None:
-        self._beside[full] = pages
+    def _pair(self, full: I32Array, pages: I32Array) -> None:
+        self._paired[full] = pages
         self._owner[pages] = full
         self._users[pages] = 1
 
@@ -216,7 +205,7 @@ class Window:
         short = count - self.pool.free
         if short > 0:
             self._evict(max(short, min(self.pool.idle, self._batch)))
-        return column(self.pool.take(count))
+        return column(self.pool.pop(count))
 
     def _evict(self, count: int) -> None:
         idle = np.flatnonzero((self._users == 0) & (self._owner != _NOBODY))
@@ -224,7 +213,7 @@ class Window:
             raise PageError(f"{count} windowed pages to evict, {idle.size} are idle")
         oldest = idle[np.argpartition(self._age.take(idle), count - 1)[:count]]
         self.evictions += count
-        self.part(self._owner.take(oldest))
+        self.unpair(self._owner.take(oldest))
 
     def _drop(self, slots: I32Array, firsts: I32Array, sliding: bool) -> None:
         """These rows hold only pages from these numbers on. Each page loses a user for each row that held it.
@@ -247,7 +236,7 @@ class Window:
         ticks = np.where(numbers[owned] < self.reach, self._clock, 0) if sliding else self._clock
         self._age[idle] = ticks * _AGES - numbers[owned]
         self.pool.idle += idle.size
-        self.pool.push(left[~owned].astype(I32).tobytes())
+        self.pool.release(left[~owned].astype(I32).tobytes())
 
     def check(self, slots: list[int]) -> None:
         """Raise PageError unless users, owners and the pool agree, given the slots of all rows. For tests."""
@@ -257,11 +246,11 @@ class Window:
         if not np.array_equal(users, self._users):
             raise PageError("users of windowed pages are miscounted")
         owned = np.flatnonzero(self._owner != _NOBODY)
-        standing = np.flatnonzero(self._beside != _NOBODY)
-        if owned.size != standing.size or not np.array_equal(self._beside[self._owner[owned]], owned):
+        standing = np.flatnonzero(self._paired != _NOBODY)
+        if owned.size != standing.size or not np.array_equal(self._paired[self._owner[owned]], owned):
             raise PageError("a windowed page and its owner disagree")
         if np.isin(column(bytes(self.full._stack)), standing).any():
-            raise PageError("a windowed page stands beside a free page")
+            raise PageError("a windowed page is paired with a free page")
         idle = owned[users[owned] == 0]
         if idle.size != self.pool.idle:
             raise PageError(f"{idle.size} idle windowed pages, counted {self.pool.idle}")

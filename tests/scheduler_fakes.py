@@ -407,9 +407,7 @@ class Ring:
         assert not self.scheduler.counters()["running"]
         assert not self.scheduler.counters()["waiting"], "requests wait and nothing runs"
         # Releases of the last plan's rows travel with the next one.
-        pool, window = self.scheduler._running.pool, self.scheduler._running.window
-        assert pool.free + pool.idle == pool.num_pages
-        assert window is None or window.pool.available == window.pool.num_pages
+        self.scheduler._cache.check_empty()
 
     def _of(self, rid: int, attempt: int) -> Received:
         return self.received.setdefault((rid, attempt), Received())

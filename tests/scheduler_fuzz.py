@@ -219,7 +219,7 @@ class Fuzz:
     def _pin(self) -> None:
         if len(self._pins) >= 2:
             return
-        tree = self.ring.scheduler._running.tree
+        tree = self.ring.scheduler._cache.tree
         prompt = i32(*self.random.choice(self._stems))
         path = Path(self.random.choice(_SALTS))
         tree.match(path, prompt, 12)
@@ -229,7 +229,7 @@ class Fuzz:
     def _unpin(self) -> None:
         if self._pins:
             path = self._pins.pop(self.random.randrange(len(self._pins)))
-            self.ring.scheduler._running.tree.unpin(path)
+            self.ring.scheduler._cache.tree.unpin(path)
 
     def _census(self) -> None:
         server = self.random.randrange(_SERVERS)
@@ -282,7 +282,7 @@ class Fuzz:
     def check(self) -> None:
         """Count everything anew."""
         scheduler = self.ring.scheduler
-        running, rows = scheduler._running, scheduler._running.rows
+        cache, rows = scheduler._cache, scheduler._rows
         users = Counter(node for path in self._pins for node in path.nodes)
         requests = [request for request in rows.requests if request is not None]
         own = b""
@@ -295,16 +295,12 @@ class Fuzz:
             users.update(path.nodes)
             assert request.state in (State.PREFILL, State.DECODE)
             assert rows.planned[request.slot] <= rows.room[request.slot]
-        running.tree.check(own)
-        if running.window is not None:
-            running.window.check([request.slot for request in requests])
-            plateaus = [running.window.plateau(request.expected_pages) for request in requests]
-            assert running.window.committed == sum(plateaus)
-        for node in running.tree.nodes():
+        cache.check(own)
+        for node in cache.tree.nodes():
             assert users.pop(node, 0) == node.users, "users of a page are miscounted"
         assert not users, "a page is used that is not in the tree"
-        assert running.count == len(requests)
-        assert running.committed == sum(request.expected_pages for request in requests)
+        assert rows.count == len(requests)
+        assert cache.committed == sum(request.expected_pages for request in requests)
         queued = [r for r in scheduler._registry.requests.values() if r.state is State.QUEUED]
         assert len(queued) == len(scheduler._queues)
         assert sum(request.tokens for request in queued) == scheduler._queues.tokens
@@ -324,11 +320,11 @@ class Fuzz:
         assert not self.live, f"{len(self.live)} requests never ended"
         self.check()
         assert self.ring.scheduler.counters()["running"] == 0
-        pool = self.ring.scheduler._running.pool
         self.ring.send(Flush(rid=rid_of(1)))
-        assert pool.free == pool.num_pages
-        window = self.ring.scheduler._running.window
-        assert window is None or window.pool.free == window.pool.num_pages
+        self.ring.scheduler._cache.check_empty()
+        counters = self.ring.scheduler.counters()
+        assert counters["pages_free"] == counters["pages_total"]
+        assert counters["window_pages_free"] == counters["window_pages_total"]
         assert not self.ring.scheduler._lifecycle.stops.watched.any()
 
 

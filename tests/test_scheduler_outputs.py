@@ -16,11 +16,11 @@ def test_ids_are_those_of_a_naive_model_whoever_comes_goes_and_looks() -> None:
         slot = dice.randrange(6)
         if slot in wanted:
             outputs.settle()
-            outputs.leave(slot, longest)
+            outputs.clear_row(slot, longest)
             del wanted[slot]
         else:
             wanted[slot] = (dice.randrange(1, 50), [])
-            outputs.enter(slot, wanted[slot][0])
+            outputs.start_row(slot, wanted[slot][0])
         present = dice.sample(sorted(wanted), len(wanted))
         if not present:
             continue
@@ -39,6 +39,6 @@ def test_ids_are_those_of_a_naive_model_whoever_comes_goes_and_looks() -> None:
 def test_room_for_the_longest_rows_takes_no_memory_before_it_is_used() -> None:
     """4 096 slots of ten million ids: 164 GB."""
     outputs = Outputs(4096, 10_000_000)
-    outputs.enter(4095, 3)
+    outputs.start_row(4095, 3)
     outputs.append_ids(np.array([4095], np.intp), 1, np.array([7], np.int32))
     assert outputs.generated(4095) == np.array([7], np.int32).tobytes()

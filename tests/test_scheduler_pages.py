@@ -28,7 +28,7 @@ def compute(tree: PrefixTree, ids: list[int], salt: str = "", leave: bool = True
     path, table = place(tree, ids, salt)
     tree.extend(path, i32(*ids), table, len(ids) // PAGE)
     if leave:
-        tree.leave(path, table)
+        tree.release_row(path, table)
     return path
 
 
@@ -41,20 +41,20 @@ def cached(tree: PrefixTree, ids: list[int], salt: str = "") -> int:
 
 def test_a_pool_gives_each_page_once_and_takes_it_back_once() -> None:
     pool = PagePool(8, PAGE)
-    first, second = pool.take(3), pool.take(5)
+    first, second = pool.pop(3), pool.pop(5)
     assert sorted(column(first + second).tolist()) == list(range(8))
     with pytest.raises(PageError, match="1 pages wanted, 0 free"):
-        pool.take(1)
-    pool.push(first)
+        pool.pop(1)
+    pool.release(first)
     assert pool.free == 3
     pool.check(second)
     with pytest.raises(PageError, match="twice"):
         pool.check(second + first[:4])
     with pytest.raises(PageError, match="lost"):
         pool.check(second[4:])
-    pool.push(second)
+    pool.release(second)
     with pytest.raises(PageError, match="released twice"):
-        pool.push(first)
+        pool.release(first)
 
 
 def test_a_page_stays_used_until_the_last_of_its_rows_leaves() -> None:
@@ -64,9 +64,9 @@ def test_a_page_stays_used_until_the_last_of_its_rows_leaves() -> None:
     (first, first_table), (second, second_table) = place(tree, ids), place(tree, ids)
     assert first_table[:8] == second_table[:8]
     assert first_table[8:] != second_table[8:]
-    tree.leave(first, first_table)
+    tree.release_row(first, first_table)
     assert tree.pool.idle == 0
-    tree.leave(second, second_table)
+    tree.release_row(second, second_table)
     assert tree.pool.idle == 2
     tree.check(b"")
     with pytest.raises(PageError, match="released twice"):
@@ -150,7 +150,7 @@ def test_a_row_that_finds_its_page_entered_by_another_adds_nothing_below_it() ->
     tree.extend(late, i32(*ids), late_table, 2)
     assert tree.cached == 1
     tree.check(late_table)
-    tree.leave(late, late_table, i32(*ids), 2)
+    tree.release_row(late, late_table, i32(*ids), 2)
     assert tree.cached == cached(tree, ids) == 2
     tree.check(b"")
 
@@ -169,7 +169,7 @@ def test_nodes_split_where_requests_diverge_and_grow_while_one_row_has_them() ->
     assert path.pages == table
     waiting = Path("")
     tree.match(waiting, i32(*[1] * 12 + [2] * 8), 20)
-    tree.leave(path, table + tree.allocate(1), i32(*[1] * 12 + [2] * 8), 5)
+    tree.release_row(path, table + tree.allocate(1), i32(*[1] * 12 + [2] * 8), 5)
     assert len(waiting) == 4
     tree.match(waiting, i32(*[1] * 12 + [2] * 8), 20)
     assert len(waiting) == 5
@@ -183,7 +183,7 @@ def test_a_path_does_not_trust_what_its_tip_grew_by() -> None:
     waiting = Path("")
     tree.match(waiting, ids + i32(*[2] * 16), 24)
     assert len(waiting) == 2
-    tree.leave(path, table, i32(*[1] * 24), 6)
+    tree.release_row(path, table, i32(*[1] * 24), 6)
     tree.allocate(3)  # one page of the grown node goes
     tree.match(waiting, ids + i32(*[2] * 16), 24)
     assert len(waiting) == 2
@@ -246,7 +246,7 @@ def test_random_rows_read_what_they_should(rows: list[tuple[int, int, int]], pag
         while held and tree.pool.available - path.idle_pages < need:
             left, table, left_ids = held.pop(0)
             # Every other one leaves its pages to the tree only now.
-            tree.leave(left, table, i32(*left_ids), len(left_ids) // PAGE)
+            tree.release_row(left, table, i32(*left_ids), len(left_ids) // PAGE)
             tree.match(path, i32(*ids), len(ids) - 1)
             need = tree.pool.pages_of(len(ids)) - len(path)
         if tree.pool.available - path.idle_pages < need:
@@ -261,6 +261,6 @@ def test_random_rows_read_what_they_should(rows: list[tuple[int, int, int]], pag
         held.append((path, table, ids))
         tree.check(b"".join(table[4 * len(path) :] for path, table, _ in held))
     for path, table, ids in held:
-        tree.leave(path, table, i32(*ids), len(ids) // PAGE)
+        tree.release_row(path, table, i32(*ids), len(ids) // PAGE)
     tree.check(b"")
     assert tree.pool.available == pages

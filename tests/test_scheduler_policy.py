@@ -84,7 +84,7 @@ def make_request(admit: Admit, long: bool = False) -> Request:
         min_len=0,
         sampling=admit.sampling,
         stop_ids=b"",
-        stops=StopTable(10).acquire(b"", 0),
+        stops=StopTable(10).find(b"", 0),
         work_class=admit.work_class,
         priority=admit.priority,
         deadline=0,
@@ -100,15 +100,15 @@ def make_request(admit: Admit, long: bool = False) -> Request:
 
 def push(queues: Queues, number: int, work_class: WorkClass, arrival: int = 1, priority: int = 0) -> Request:
     request = make_request(make_admit(number, [1] * 100, 1, work_class=work_class, arrival=arrival, priority=priority))
-    queues.push(request)
+    queues.enqueue(request)
     return request
 
 
 def serve(queues: Queues, now: int) -> Request:
     request = queues.best(now)
     assert request is not None
-    queues.take(request)
-    queues.charge(request.work_class, request.tokens)
+    queues.pop_best(request)
+    queues.account_prefill(request.work_class, request.tokens)
     return request
 
 
@@ -135,7 +135,7 @@ def test_a_class_that_was_away_gets_no_credit_for_it() -> None:
 
 def test_age_brings_the_lightest_class_forward() -> None:
     queues = Queues()
-    queues.charge(WorkClass.BATCH, 5000)
+    queues.account_prefill(WorkClass.BATCH, 5000)
     push(queues, 1, WorkClass.BATCH)
     push(queues, 2, WorkClass.CHAT, arrival=60 * SECOND)
     assert serve(queues, now=60 * SECOND).work_class is WorkClass.BATCH

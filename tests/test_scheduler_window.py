@@ -5,7 +5,7 @@ import pytest
 
 from proto.messages import Flush, RejectCode, StepPlan, WorkClass
 from scheduler.core import Scheduler
-from scheduler.running import Running
+from scheduler.kv_cache import WindowedKvCache
 from tests.builders import make_facts, make_scheduler_options
 from tests.scheduler_fakes import Ring, make_admit, rid_of
 
@@ -23,9 +23,9 @@ def ids(count: int, seed: int = 0) -> list[int]:
 
 
 def used(ring: Ring) -> int:
-    window = ring.scheduler._running.window
-    assert window is not None
-    return window.pool.used
+    cache = ring.scheduler._cache
+    assert isinstance(cache, WindowedKvCache)
+    return cache.window.pool.used
 
 
 def play(ring: Ring, number: int, prompt: list[int], max_new: int) -> list[int]:
@@ -143,7 +143,7 @@ def test_a_row_whose_logits_are_not_finite_leaves_nothing_to_hit() -> None:
 
 def test_prefills_that_hold_all_pages_and_cannot_go_on_make_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Should admission expect too little: two rows share what they see at first; then each needs pages of its own."""
-    monkeypatch.setattr(Running, "window_peak_with", lambda self, request: 0)
+    monkeypatch.setattr(WindowedKvCache, "_window_peak_with", lambda self, request: 0)
     fewer = []
     make_way = Scheduler._plan_with_fewer
 

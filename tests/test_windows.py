@@ -12,6 +12,7 @@ import torch
 from engine.models import prepare
 from proto.config import WorkerOptions
 from proto.messages import StepPlan, column
+from scheduler.kv_cache import WindowedKvCache
 from tests.layer_cases import prompt, worker_options
 from tests.pair import Pair, Story
 from tests.test_layers_models import TOLERANCE, reference_logits
@@ -115,9 +116,9 @@ def test_a_step_reads_what_the_window_holds_and_no_more(family: str) -> None:
         take(batch, logits)
 
     def watch_plan(plan: StepPlan) -> None:
-        window = pair.scheduler._running.window
-        assert window is not None
-        used.append(window.pool.used)
+        cache = pair.scheduler._cache
+        assert isinstance(cache, WindowedKvCache)
+        used.append(cache.window.pool.used)
         assert not plan.append_groups or len(plan.append_groups) == len(column(plan.append_slots))
         run(plan)
 
