@@ -12,7 +12,7 @@ from collections import deque
 import numpy as np
 
 from proto.config import SchedulerOptions
-from proto.ids import StageKind, server_of
+from proto.ids import StageKind
 from proto.messages import (
     U32,
     U64,
@@ -25,6 +25,7 @@ from proto.messages import (
     Flush,
     FlushReply,
     Message,
+    Outgoing,
     Reset,
     StepPlan,
     StepResult,
@@ -33,7 +34,7 @@ from proto.messages import (
     column,
 )
 from scheduler.admission import Admission
-from scheduler.emit import Outbound, Outgoing
+from scheduler.emit import Outbound
 from scheduler.kv_cache import make_cache
 from scheduler.lifecycle import Counts, Lifecycle
 from scheduler.pages import I32Array
@@ -118,7 +119,7 @@ class Scheduler:
                 self._on_census(message, now)
             case Flush():
                 pages = self._cache.flush()
-                self._out.send(StageKind.SERVER, server_of(message.rid), FlushReply(rid=message.rid, pages=pages))
+                self._out.send_to_server(message.rid, FlushReply(rid=message.rid, pages=pages))
             case World():
                 self._on_world(message)
             case Desync():
@@ -233,7 +234,7 @@ class Scheduler:
         if unknown:
             rids, attempts = zip(*unknown, strict=True)
             reply = CensusReply(rids=np.array(rids, U64).tobytes(), attempts=np.array(attempts, U32).tobytes())
-            self._out.send(StageKind.SERVER, server_of(rids[0]), reply)
+            self._out.send_to_server(rids[0], reply)
 
     def _on_world(self, world: World) -> None:
         detokenizers = sum(info.address.kind is StageKind.DETOKENIZER for info in world.stages)

@@ -7,15 +7,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from proto.ids import StageKind
-from proto.messages import I32, U8, U32, U64, Emit, Finish, Message, Timing
+from proto.ids import Address, StageKind, server_of
+from proto.messages import I32, U8, U32, U64, Emit, Finish, Message, Outgoing, Timing
 from scheduler.pages import I32Array
 from scheduler.request import Request
 from scheduler.rows import RowView
 
-Outgoing = tuple[StageKind, int, Message]  # to whom, and what
-
 _NO_COLUMNS = (b"", b"", b"")
+_DETOKENIZER = Address(StageKind.DETOKENIZER, 0)
 
 
 class End(msgspec.Struct):
@@ -60,14 +59,15 @@ class Outbound:
         self._closed: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (rid, attempt) by detokenizer
         self._step = 0
 
-    def send(self, kind: StageKind, index: int, message: Message) -> None:
-        self._messages.append((kind, index, message))
+    def send_to_server(self, rid: int, message: Message) -> None:
+        """Tell the server that sent the request with this rid."""
+        self._messages.append(Outgoing(Address(StageKind.SERVER, server_of(rid)), message))
 
-    def rows(self, rows: StepRows) -> None:
+    def add_rows(self, rows: StepRows) -> None:
         self._step = rows.step
         self._steps.append(rows)
 
-    def bare(self, step: int, row: BareRow) -> None:
+    def add_bare(self, step: int, row: BareRow) -> None:
         self._step = step
         self._bare[row.request.detokenizer].append(row)
 
@@ -80,20 +80,24 @@ class Outbound:
         built: list[Outgoing] = []
         for rows in self._steps:
             if detokenizers == 1:
-                built.append((StageKind.DETOKENIZER, 0, _emit(rows)))
+                built.append(Outgoing(_DETOKENIZER, _emit(rows)))
             else:
-                built.extend((StageKind.DETOKENIZER, index, _emit(part)) for index, part in _split(rows))
+                built.extend(_to_detokenizer(index, _emit(part)) for index, part in _split(rows))
         self._steps.clear()
         for index, bare in self._bare.items():
-            built.append((StageKind.DETOKENIZER, index, _bare_emit(self._step, bare)))
+            built.append(_to_detokenizer(index, _bare_emit(self._step, bare)))
         self._bare.clear()
         # Last, since rows of results that came before the abort may stand above.
         for index, closed in self._closed.items():
-            built.append((StageKind.DETOKENIZER, index, _closing_emit(self._step, closed)))
+            built.append(_to_detokenizer(index, _closing_emit(self._step, closed)))
         self._closed.clear()
         built += self._messages
         self._messages.clear()
         return built
+
+
+def _to_detokenizer(index: int, emit: Emit) -> Outgoing:
+    return Outgoing(Address(StageKind.DETOKENIZER, index), emit)
 
 
 def _emit(rows: StepRows) -> Emit:

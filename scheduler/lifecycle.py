@@ -10,7 +10,6 @@ Placement and the steps in a slot are `Running`'s; which of these moves is made 
 import heapq
 from dataclasses import dataclass
 
-from proto.ids import StageKind, server_of
 from proto.messages import Admit, Finish, Reject, Timing
 from scheduler.admission import Admission, Refusal
 from scheduler.emit import BareRow, End, Outbound
@@ -85,7 +84,7 @@ class Lifecycle:
         end = _end_of_output(request)
         if end is not None:
             request.note_first_schedule(now, 0)
-            self._out.bare(step, BareRow(request, end, self.first_opening(request, now)))
+            self._out.add_bare(step, BareRow(request, end, self.first_opening(request, now)))
             self.counts.finished += 1
             return
         uncached = self._cache.match(request)
@@ -185,7 +184,7 @@ class Lifecycle:
             message=refusal.message,
             retry_after_ms=refusal.retry_after_ms,
         )
-        self._out.send(StageKind.SERVER, server_of(rid), reject)
+        self._out.send_to_server(rid, reject)
 
     def expire(self, now: int) -> None:
         """Refuse waiting requests whose deadline has passed. Running ones are the server's to abort."""

@@ -53,8 +53,8 @@ class SchedulerLoop:
         while (plan := self._timed_plan(scheduler, now)) is not None:
             self._sent_at.append(time.monotonic_ns())
             self._worker.send(plan)
-        for kind, index, message in scheduler.outgoing():
-            self._stage.outbox(Address(kind, index)).send(message)
+        for to, message in scheduler.outgoing():
+            self._stage.outbox(to).send(message)
         due = scheduler.plan_due()
         # If a plan was due and none was made, there is nothing to run until a message comes.
         return None if due is None or due <= now else max(due - time.monotonic_ns(), 0) / 1e9

@@ -135,7 +135,7 @@ class Results:
             self._finish_ended(
                 out, self._find_ends(maybe, view.slots.take(maybe), ids.take(maybe), positions.take(maybe))
             )
-        self._out.rows(out)
+        self._out.add_rows(out)
         return len(ids)
 
     def _apply_runs(
@@ -179,7 +179,7 @@ class Results:
         out = StepRows(flight.step, view, runs.first - view.prompt_lens, runs.ids, runs.counts)
         self._note_extras(out, flight, keep, result, now)
         self._finish_ended(out, runs.ends)
-        self._out.rows(out)
+        self._out.add_rows(out)
 
     def _note_extras(self, out: StepRows, flight: InFlight, keep: Mask | None, result: StepResult, now: int) -> None:
         """Add openings and log-probabilities to the rows of a step."""
@@ -226,7 +226,7 @@ class Results:
         """Prefill-only requests of this step are done, unless they were aborted."""
         done = [request for request in flight.bare if request.slot >= 0]
         for request in done:
-            self._out.bare(
+            self._out.add_bare(
                 flight.step, BareRow(request, End(0, Finish.LENGTH), self._lifecycle.first_opening(request, now))
             )
         if done:

@@ -156,7 +156,7 @@ class Ours:
         out = scheduler.outgoing()
         end = time.perf_counter()
         cpu += time.thread_time() - begin_cpu
-        encode_time = self._encode([*plans, *(message for _, _, message in out)])
+        encode_time = self._encode([*plans, *(message for _, message in out)])
         times = (plan_time + end - begin, cpu, plan_time, middle - begin, end - middle, encode_time)
         return times, count, len(plans)
 

@@ -220,7 +220,7 @@ class Pair:
                 story.logits[position] = values[i].copy()
 
     def _collect(self) -> None:
-        for _, _, message in self.scheduler.outgoing():
+        for _, message in self.scheduler.outgoing():
             if isinstance(message, Emit):
                 self._take_emit(message)
             elif isinstance(message, Reject):

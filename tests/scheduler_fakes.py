@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from proto.config import SchedulerOptions
-from proto.ids import StageKind, make_rid
+from proto.ids import make_rid
 from proto.messages import (
     U8,
     U32,
@@ -18,6 +18,7 @@ from proto.messages import (
     Emit,
     Finish,
     Message,
+    Outgoing,
     Reject,
     Reset,
     Sampling,
@@ -350,7 +351,7 @@ class Ring:
         self.worker.reset(self.scheduler.reset)
         self.now = 1
         self.received: dict[tuple[int, int], Received] = {}
-        self.others: list[tuple[StageKind, int, Message]] = []
+        self.others: list[Outgoing] = []
         self.plans: list[StepPlan] = []
         self.keep_plans = False
 
@@ -379,7 +380,7 @@ class Ring:
 
     def collect(self) -> None:
         """Take what the scheduler sends on."""
-        for kind, index, message in self.scheduler.outgoing():
+        for to, message in self.scheduler.outgoing():
             if isinstance(message, Emit):
                 self._take(message)
             elif isinstance(message, Reject):
@@ -388,7 +389,7 @@ class Ring:
                 record.reject = message
                 record.ended_at = self.now
             else:
-                self.others.append((kind, index, message))
+                self.others.append(Outgoing(to, message))
 
     def turn(self) -> bool:
         """Fill the pipeline, then deliver one result. False when nothing is left to do."""

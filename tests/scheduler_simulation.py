@@ -87,8 +87,8 @@ class Simulation:
         self._results.append((self._free_at, result))
 
     def _collect(self) -> None:
-        for kind, _, message in self.scheduler.outgoing():
-            assert kind is StageKind.DETOKENIZER, message
+        for to, message in self.scheduler.outgoing():
+            assert to.kind is StageKind.DETOKENIZER, message
             assert isinstance(message, Emit)
             for rid in column(message.rids, U64).tolist():
                 if rid in self.last:

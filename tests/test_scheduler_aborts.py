@@ -119,7 +119,7 @@ def test_a_census_finds_the_unknown_and_the_leaked() -> None:
     # The first census may have been written before the Admit: it does not count.
     assert list(ring.scheduler._registry.requests) == [kept, other]
     ring.collect()
-    replies = [message for _, _, message in ring.others if isinstance(message, CensusReply)]
+    replies = [message for _, message in ring.others if isinstance(message, CensusReply)]
     assert len(replies) == 4
     assert column(replies[0].rids, U64).tolist() == [rid_of(9)]
     assert column(replies[0].attempts, U32).tolist() == [1]

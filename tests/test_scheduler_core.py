@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from proto.ids import StageKind
+from proto.ids import Address, StageKind
 from proto.messages import (
     U64,
     Desync,
@@ -326,12 +326,12 @@ def test_rows_are_parted_among_detokenizers() -> None:
         while ring.plan():
             pass
         ring.result()
-        for kind, index, message in ring.scheduler.outgoing():
-            assert kind is StageKind.DETOKENIZER
+        for to, message in ring.scheduler.outgoing():
+            assert to.kind is StageKind.DETOKENIZER
             assert isinstance(message, Emit)
             take(message)
             for rid in column(message.rids, U64).tolist():
-                places.setdefault(rid, set()).add(index)
+                places.setdefault(rid, set()).add(to.index)
     assert all(indexes == {rid % 3} for rid, indexes in places.items())
     for admit in admits:
         got = ring.received[admit.rid, 1]
@@ -350,7 +350,7 @@ def test_logprobs_follow_their_rows() -> None:
         rows = len(column(result.ids))
         payloads = tuple((row, f"{number}/{row}".encode()) for row in range(rows))
         ring.send(msgspec.structs.replace(result, logprobs=payloads))
-    emits = [message for _, _, message in ring.scheduler.outgoing() if isinstance(message, Emit)]
+    emits = [message for _, message in ring.scheduler.outgoing() if isinstance(message, Emit)]
     # Request 1 ended with the first result: its rows of later steps are gone, and row 1 became row 0.
     assert [emit.logprobs for emit in emits] == [
         ((0, b"0/0"), (1, b"0/1")),
@@ -365,7 +365,7 @@ def test_flush_answers_with_the_pages_it_freed() -> None:
     ring.drain()
     ring.send(Flush(rid=rid_of(7, server=3)))
     ring.collect()
-    assert ring.others[-1] == (StageKind.SERVER, 3, FlushReply(rid=rid_of(7, server=3), pages=10))
+    assert ring.others[-1] == (Address(StageKind.SERVER, 3), FlushReply(rid=rid_of(7, server=3), pages=10))
     assert ring.scheduler.counters()["pages_cached"] == 0
 
 

@@ -123,7 +123,7 @@ def test_salts_and_a_flush_hold_for_pages_behind_windows() -> None:
     assert ring.scheduler.counters()["pages_cached"] == 6
     ring.send(Flush(rid=rid_of(9)))
     ring.collect()
-    assert ring.others[-1][2].pages == 6  # type: ignore[attr-defined]
+    assert ring.others[-1].message.pages == 6  # type: ignore[attr-defined]
     assert ring.scheduler.counters()["pages_free"] == 40
     ring.send(make_admit(rid_of(4), [*prompt, 1], 2, salt="a"))
     ring.drain()

@@ -266,7 +266,7 @@ class TextRing:
         return self.heard
 
     def _tell(self) -> None:
-        for *_, message in self.scheduler.outgoing():
+        for _, message in self.scheduler.outgoing():
             assert isinstance(message, Emit), message
             for _, deltas in self.detokenizer.on_emit(message):
                 assert isinstance(deltas, Deltas)
