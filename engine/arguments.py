@@ -86,7 +86,7 @@ def choice(values: Mapping[str, str]) -> Callable[[str], str]:
 
 
 def only(value: T, feature: str) -> Callable[[str], T]:
-    """Return the type of a flag whose feature is not built yet: it takes the value that changes nothing."""
+    """Return the type of a flag whose feature is not built yet, which accepts only the value that changes nothing."""
 
     def parse(text: str) -> T:
         if text.lower() != str(value):

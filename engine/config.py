@@ -1,6 +1,6 @@
 """The flags of `quintet serve`, declared once: --help, the parser and the stages' options all follow from here.
 
-A flag that vLLM has carries vLLM's name and meaning. Imports nothing heavy, since `--help` does too.
+A flag that vLLM also has keeps vLLM's name and meaning. This module imports nothing heavy: `--help` needs it.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from proto.devices import OFFERS, is_simulated, refuse
 from proto.ids import Address, StageKind
 
 PAGE_SIZE = 16  # tokens of a KV page
-MEMORY_SHARE = 0.9  # of a device's memory, where --gpu-memory-utilization does not say otherwise
+MEMORY_SHARE = 0.9  # default of --gpu-memory-utilization
 _LEAST_BUFFER = 64 << 10  # what a client that does read may leave unread for a moment
 _DTYPES = {"auto": "auto"} | {dtype: dtype for offer in OFFERS.values() for dtype in offer.dtypes}
 _DTYPES |= {"float": "float32", "half": "float16"}

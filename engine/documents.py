@@ -15,7 +15,7 @@ from proto.model import ModelManifest
 _TEMPLATE_SECONDS = 5.0
 _MAX_MESSAGE_BYTES = 64 << 20
 _CPU_KV_BYTES = 2 << 30
-_CPU_KV_SHARE = 0.25  # at most, of the memory that is free at start
+_CPU_KV_SHARE = 0.25  # at most this share of the memory that is free at start
 
 MODULES: dict[StageKind, str] = {
     StageKind.SERVER: "server",
@@ -24,12 +24,12 @@ MODULES: dict[StageKind, str] = {
     StageKind.WORKER: "worker",
     StageKind.DETOKENIZER: "detokenizer_proc",
 }
-"""What `python -P -m` runs for each kind."""
+"""The module that `python -P -m` runs for each kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the stages' documents need and the flags do not say."""
+    """What the stages' documents need beside the flags."""
 
     manifest: ModelManifest
     port: int
@@ -54,7 +54,7 @@ def stage_config(config: ServeConfig, around: Surroundings, address: Address, in
 
 
 def stage_options(config: ServeConfig, around: Surroundings, kind: StageKind) -> Options:
-    """Fill a stage's options by name, from the flags and from what is derived of them."""
+    """Fill a stage's options by name, from the flags and from what is derived from them."""
     flags = {name: getattr(config, name) for name, flag in flags_of(ServeConfig).items() if not flag.supervisor}
     values = flags | derived_options(config, around)
     options = OPTIONS[kind]
@@ -62,7 +62,7 @@ def stage_options(config: ServeConfig, around: Surroundings, kind: StageKind) ->
 
 
 def derived_options(config: ServeConfig, around: Surroundings) -> dict[str, Any]:
-    """Options that no flag holds as a stage needs them."""
+    """Compute the options that no flag gives as a stage needs them."""
     return {
         "manifest": around.manifest,
         "port": around.port,
@@ -82,7 +82,7 @@ def derived_options(config: ServeConfig, around: Surroundings) -> dict[str, Any]
 
 
 def kv_bytes(config: ServeConfig) -> int | None:
-    """Memory for a worker's KV pool. None = the worker takes its share of what its device has free."""
+    """Compute the memory of a worker's KV pool. None = the worker takes its share of what its device has free."""
     if config.kv_cache_memory_bytes is not None or config.num_pages is not None:
         return config.kv_cache_memory_bytes
     if config.on_gpu or config.gpu_memory_utilization is not None:
@@ -93,5 +93,5 @@ def kv_bytes(config: ServeConfig) -> int | None:
 
 
 def command_line(config: ServeConfig, python: str, module: str, kind: StageKind, path: str) -> list[str]:
-    """How a stage's process is started. -P: a file in the working directory must not run in our module's place."""
+    """Return how a stage's process is started. With -P, no file in the working directory runs in our module's place."""
     return [*config.wrappers.get(kind, ()), python, "-P", "-m", module, path]

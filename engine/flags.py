@@ -13,7 +13,7 @@ _KEY = "flag"
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """What the command line says of one field."""
+    """How a field appears on the command line."""
 
     group: str  # heading in --help
     help: str
@@ -34,7 +34,7 @@ def flag(*declared: Any, default: Any = MISSING, **more: Any) -> Any:
 
 
 def flags_of(config: type) -> dict[str, Flag]:
-    """The flags that a configuration declares, by field, in the order of its fields."""
+    """Return the flags of a configuration by field, in the order of its fields."""
     return {item.name: item.metadata[_KEY] for item in fields(config)}
 
 
@@ -50,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type, only: Collection[st
 
 
 def values_of(args: argparse.Namespace, config: type) -> dict[str, Any]:
-    """The fields' values in parsed arguments, lists as tuples."""
+    """Return the fields' values from parsed arguments, lists as tuples."""
     values = {item.name: getattr(args, item.name) for item in fields(config)}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
@@ -74,7 +74,7 @@ def _add(group: argparse._ArgumentGroup, dest: str, declared: Flag, default: Any
 
 
 def _switch(option: str, default: bool) -> Any:
-    """`--enable-x` that is on by default has a `--no-enable-x`; `--disable-x` turns `x` off."""
+    """Choose how a switch acts: one that is on by default has a `--no-` form, or is called `--disable-…`."""
     if not default:
         return "store_true"
     return "store_false" if option.startswith("--disable-") else argparse.BooleanOptionalAction

@@ -23,7 +23,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_in_flight_requests: int
     max_in_flight_bytes: int
     max_message_bytes: int
-    max_stream_buffer_bytes: int  # a client that does not read is cut off beyond
+    max_stream_buffer_bytes: int  # a stream ends when its client leaves more than this unread
     log_requests: bool
 
 
@@ -42,7 +42,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     chunked_prefill: bool
     max_num_batched_tokens: int
     max_num_seqs: int
-    max_queue: int  # waiting requests; beyond, EXHAUSTED
+    max_queue: int  # requests that may wait; more are refused as EXHAUSTED
     debug_preempt_every: int  # steps between forced preemptions; 0 = never
 
 
@@ -51,7 +51,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     device: str  # "cpu", "reference", "cuda", "sim:h200", …
     dtype: str  # "auto", "float32", "bfloat16", "float16"
     load_format: str  # "auto", or "dummy": random weights
-    seed: int  # of dummy weights
+    seed: int  # random weights of load_format "dummy" follow from it
     page_size: int
     num_pages: int | None  # None = as many as kv_bytes holds
     kv_bytes: int | None  # None = gpu_memory_utilization of what is free
@@ -59,11 +59,11 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
-    threads: int | None  # of each rank; None = one for each core, divided between ranks
+    threads: int | None  # threads of each worker; None = its share of the cores
     pipeline_depth: int = 2  # cuda: steps in flight, whose host memory is made ready at start
     enforce_eager: bool = False  # cuda: no CUDA graphs
     attention_backend: str = "auto"  # by name: see worker/cpu/backends.py and worker/cuda/backends.py
-    kv_cache_dtype: str = "auto"  # cuda: of K and V in memory, "auto" (as `dtype`) or "fp8_e4m3"
+    kv_cache_dtype: str = "auto"  # "auto" = as `dtype`; otherwise one that the device offers, see proto/devices.py
     deterministic: bool = False  # cuda: logits do not depend on the batch; elsewhere they never do
     tensor_parallel_size: int = 1  # ranks that share a replica's model
     data_parallel_size: int = 1  # replicas
@@ -96,7 +96,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     run_dir: str
     death_fd: int  # read end of the supervisor's death pipe; -1 = started by hand
     log_level: str
-    options: msgspec.Raw  # of the kind's own type, see `options_of`
+    options: msgspec.Raw  # a struct of the kind's own type, see `options_of`
 
     @property
     def address(self) -> Address:

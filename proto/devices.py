@@ -1,4 +1,4 @@
-"""What each kind of device offers, known without starting one."""
+"""What each kind of device offers, as a table that can be read without starting one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ SIMULATED = "sim"
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What may be asked of one kind of device, beside "auto"."""
+    """The choices of one kind of device, in addition to "auto"."""
 
-    dtypes: tuple[str, ...]  # of weights and activations
-    kv_cache_dtypes: tuple[str, ...]  # of K and V in memory; "auto" is the dtype of the activations
-    ranks: bool  # several may share a model
+    dtypes: tuple[str, ...]  # dtypes of weights and activations
+    kv_cache_dtypes: tuple[str, ...]  # dtypes of K and V in memory; "auto" is that of the activations
+    ranks: bool  # several workers may share a model
 
 
 OFFERS: dict[str, Offer] = {
@@ -29,7 +29,7 @@ def is_simulated(device: str) -> bool:
 
 
 def refuse(device: str, *, dtype: str, kv_cache_dtype: str, tensor_parallel_size: int) -> str:
-    """What no such device can do, naming the flag; "" = it can do all of it."""
+    """Say what such a device cannot do, naming the flag; "" = it can do all of this."""
     kind = SIMULATED if is_simulated(device) else device
     if kind not in OFFERS or device == SIMULATED:
         kinds = ", ".join(kind for kind in OFFERS if kind != SIMULATED)

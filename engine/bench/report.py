@@ -16,7 +16,7 @@ class Slo:
     """Limits that a good answer keeps, in ms; None = no limit."""
 
     ttft_ms: float | None = None
-    itl_ms: float | None = None  # of the mean inter-token latency of the request
+    itl_ms: float | None = None  # limits the request's mean inter-token latency
 
     def keeps(self, call: Call) -> bool:
         """True when a call succeeded and was in time."""
