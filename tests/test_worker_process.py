@@ -145,16 +145,20 @@ def test_a_contradictory_plan_ends_the_process_with_its_reason(simulated: Surrou
 
 
 @pytest.mark.parametrize(
-    ("device", "words"),
+    ("device", "backend", "words"),
     [
-        ("sim:h300", "--device sim:h300: there is no such GPU"),
-        ("sim:custom,bandwidth=1e12,flops=1e14,memory=1", "leave no page of KV cache"),
+        ("sim:h300", "auto", "--device sim:h300: there is no such GPU"),
+        ("sim:custom,bandwidth=1e12,flops=1e14,memory=1", "auto", "leave no page of KV cache"),
+        ("sim:h200", "numba", "--attention-backend numba: --device sim:h200 computes no attention"),
+        ("cpu", "flashinfer", "--attention-backend flashinfer: --device cpu offers auto, numba, reference"),
     ],
 )
-def test_a_device_that_cannot_be_ends_the_start_in_one_line(run_dir: Path, device: str, words: str) -> None:
-    surroundings = Surroundings(run_dir, make_worker_options(device=device))
+def test_a_device_that_cannot_be_ends_the_start_in_one_line(
+    run_dir: Path, device: str, backend: str, words: str
+) -> None:
+    surroundings = Surroundings(run_dir, make_worker_options(device=device, attention_backend=backend))
     try:
-        _, errors = surroundings.process.communicate(timeout=10)
+        _, errors = surroundings.process.communicate(timeout=30)
         assert surroundings.process.returncode == 2
         assert words in errors
         assert len(errors.splitlines()) == 1
