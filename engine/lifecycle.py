@@ -275,6 +275,7 @@ class InstanceLifecycle:
         stage.counters, stage.histograms = beat.counters, beat.histograms
         self._hangs.on_heartbeat(address, beat, self._time)
         if address.kind is StageKind.SCHEDULER and self._hangs.is_stuck(address.replica, self._time):
+            # Which rank holds up the others is not known: rank 0 stands for all of them.
             worker = self.stages[Address(StageKind.WORKER, address.replica, rank=0)]
             if self._may_hang(worker):
                 self._on_hang(worker, "sequences are running, but no step was made")
