@@ -13,8 +13,8 @@ import zmq
 
 from proto import channel
 from proto.channel import ChannelError, Context, Inbox, Outbox, flush_all, inbox_path
-from proto.ids import Address, StageKind
-from proto.messages import Census, Flush, Message, Reset, Stop, World
+from proto.ids import SUPERVISOR, Address, StageKind
+from proto.messages import Census, Drained, Flush, Message, Reset, Stop, World
 
 SCHEDULER = Address(StageKind.SCHEDULER, 0)
 SERVER = Address(StageKind.SERVER, 0)
@@ -167,6 +167,26 @@ def test_a_new_incarnation_is_learnt_before_it_speaks(ring: Ring) -> None:
     inbox.drop_older(SCHEDULER, 9)
     ring.outbox(SCHEDULER, WORKER, incarnation=8).send(Reset(1))
     eventually(lambda: (inbox.drain(), inbox.dropped_stale)[1] == 1)
+
+
+def test_ranks_and_replicas_are_senders_of_their_own(ring: Ring) -> None:
+    """Each with an inbox and with incarnations of its own."""
+    addresses = [Address(StageKind.WORKER, replica, rank) for replica in (0, 1) for rank in (0, 1)]
+    inboxes = [ring.inbox(address) for address in addresses]
+    assert [str(inbox.address) for inbox in inboxes] == ["worker-0-0", "worker-0-1", "worker-1-0", "worker-1-1"]
+    supervisor = ring.inbox(SUPERVISOR)
+    for incarnation, address in zip((9, 8, 7, 6), addresses, strict=True):
+        supervisor.drop_older(address, incarnation)
+        ring.outbox(address, SUPERVISOR, incarnation).send(Drained())
+        ring.outbox(address, SUPERVISOR, incarnation - 1).send(Drained())
+    senders: set[Address] = set()
+
+    def all_came() -> bool:
+        senders.update(sender for sender, _ in supervisor.drain_with_senders())
+        return supervisor.dropped_stale == len(addresses) and len(senders) == len(addresses)
+
+    eventually(all_came)
+    assert senders == set(addresses)
 
 
 def test_a_message_for_a_predecessor_is_dropped(ring: Ring) -> None:
