@@ -1,12 +1,18 @@
-"""Whether a model can be divided between ranks, said before any of them starts."""
+"""Whether ranks can divide a model, checked before any of them starts."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
+from proto.division import Division
 from proto.model import ModelConfig
 
-_LARGEST = 64  # ranks that are tried for the advice
+T = TypeVar("T")
+
+_LARGEST = 64  # the most ranks that the advice tries
 
 
 def refuse_division(config: ModelConfig, ranks: int) -> str:
-    """What keeps `ranks` ranks from sharing the model, naming the flag; "" = nothing."""
+    """Say why `ranks` ranks cannot share the model, naming the flag; "" = they can."""
     unfit = _unfit(config, ranks)
     if not unfit:
         return ""
@@ -18,14 +24,19 @@ def refuse_division(config: ModelConfig, ranks: int) -> str:
 
 
 def _unfit(config: ModelConfig, ranks: int) -> list[str]:
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    found = []
-    # Up to one rank for each KV head any number will do; beyond, every KV head is copied to as many ranks.
-    if ranks > kv_heads and (ranks % kv_heads or heads % ranks):
-        found.append(f"attention heads ({heads}, on {kv_heads} KV heads)")
-    if config.vocab_size % ranks:
-        found.append(f"vocabulary ({config.vocab_size})")
-    for name, size in (("intermediate_size", config.intermediate_size), ("expert size", config.expert_size)):
-        if 0 < size < ranks:
-            found.append(f"{name} ({size})")
-    return found
+    division = Division(0, ranks)
+    heads = f"attention heads ({config.num_heads}, on {config.num_kv_heads} KV heads)"
+    features = {"intermediate_size": config.intermediate_size, "expert size": config.expert_size}
+    return [
+        *([] if _divides(division.share_heads, config) else [heads]),
+        *([] if _divides(division.share_equally, config.vocab_size) else [f"vocabulary ({config.vocab_size})"]),
+        *(f"{name} ({size})" for name, size in features.items() if not _divides(division.share_features, size)),
+    ]
+
+
+def _divides(share: Callable[[T], object], whole: T) -> bool:
+    try:
+        share(whole)
+    except ValueError:
+        return False
+    return True

@@ -81,6 +81,63 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def windowed_layers(self) -> int:
         return sum(window > 0 for window in self.windows)
 
+    @property
+    def attention_weights(self) -> int:
+        """Elements of one layer's attention matrices, without biases."""
+        return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+
+    @property
+    def mlp_weights(self) -> int:
+        """Elements of one dense MLP's matrices, without biases: with a gate, which BLOOM's MLPs lack."""
+        return (2 + self._gated) * self.hidden_size * self.intermediate_size
+
+    @property
+    def expert_weights(self) -> int:
+        """Elements of one expert's matrices."""
+        return 3 * self.hidden_size * self.expert_size
+
+    @property
+    def router_weights(self) -> int:
+        return self.hidden_size * self.num_experts
+
+    @property
+    def head_weights(self) -> int:
+        """Elements of the embedding, and as many of the head."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def expert_layers(self) -> int:
+        """Layers that have experts instead of one dense MLP."""
+        return self.num_layers - len(self.dense_layers) if self.num_experts else 0
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all weights; a tied embedding counts once."""
+        mixture = self.router_weights + self.num_experts * self.expert_weights
+        dense = self.mlp_weights + self.mlp_bias * ((1 + self._gated) * self.intermediate_size + self.hidden_size)
+        attention = self.attention_weights + self.out_bias * self.hidden_size
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        attention += self.qkv_bias * self.head_dim * (heads + 2 * kv_heads)
+        attention += self.head_dim * (self.qk_norm * 2 + self.wide_qk_norm * (heads + kv_heads))
+        return (
+            self.num_layers * attention
+            + self.expert_layers * mixture
+            + (self.num_layers - self.expert_layers) * dense
+            + self._norms * self.hidden_size
+            + self.head_weights * (1 if self.tie_word_embeddings else 2)
+        )
+
+    @property
+    def _gated(self) -> bool:
+        return self.family != "bloom"
+
+    @property
+    def _norms(self) -> int:
+        """Vectors of hidden_size that norms hold, but for those of q and k."""
+        if self.family == "bloom":
+            return 2 * (2 * self.num_layers + 2)  # weight and bias, and one norm behind the embedding
+        return (4 if self.family in ("gemma2", "gemma3") else 2) * self.num_layers + 1
+
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of K and V that one token adds over all layers."""
         return self.num_layers * self.num_kv_heads * self.head_dim * 2 * element_bytes

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.models import prepare
+from proto.division import Share
 from tests.layer_cases import Player, load, prompt
 from tests.tiny_models import FAMILIES as OLDER
 from tests.tiny_models import NEWER_FAMILIES, make_tiny
@@ -16,7 +17,7 @@ from worker.layers.linear import Linear, RowLinear
 from worker.layers.module import Module, Target
 from worker.layers.parameter import Parameter
 from worker.models import FAMILIES
-from worker.ranks.group import ALONE, Group, Share
+from worker.ranks.group import ALONE, Group
 
 TARGET = Target(ReferenceOps(), ALONE, torch.float32)
 

@@ -16,6 +16,7 @@ from engine.models import prepare
 from engine.parallel import refuse_division
 from proto.cache import CacheGroups
 from proto.config import WorkerOptions
+from proto.division import Share
 from proto.model import ModelConfig, ModelManifest
 from tests.builders import make_model
 from tests.layer_cases import worker_options
@@ -30,7 +31,7 @@ from worker.loader.gguf_checkpoint import GgufCheckpoint
 from worker.loader.load import load_checkpoint
 from worker.loader.safetensors_checkpoint import SafetensorsCheckpoint
 from worker.models import FAMILIES
-from worker.ranks.group import ALONE, Group, Share
+from worker.ranks.group import ALONE, Group
 
 Type: Any = gguf.GGMLQuantizationType
 

@@ -29,7 +29,7 @@ def metadata(architecture: str = "llama", **changes: Any) -> Metadata:
 
 def byte_level_tokens() -> Metadata:
     """A minimal tokenizer: the 256 bytes, one merge, one control token."""
-    from engine.models.byte_alphabet import byte_alphabet
+    from engine.models.synthetic_tokenizer import byte_alphabet
 
     tokens = [*byte_alphabet(), "ab", "<|end|>"]
     return {

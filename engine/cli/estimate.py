@@ -95,13 +95,12 @@ def estimate(
     """
     weight_dtype = config.dtype if dtype == "auto" else dtype
     kv_dtype = weight_dtype if kv_cache_dtype == "auto" else kv_cache_dtype
-    parameters = count_parameters(config)
     per_token = config.kv_bytes_per_token(_KV_BYTES[kv_dtype])
     groups = CacheGroups.of(config, page_size, per_token, max_model_len or config.max_position_embeddings)
     pages, window_pages = groups.pages(sequence_length)
     sizes = Estimate(
-        parameters=parameters,
-        weight_bytes=parameters * _WEIGHT_BYTES[weight_dtype],
+        parameters=config.parameters,
+        weight_bytes=config.parameters * _WEIGHT_BYTES[weight_dtype],
         kv_bytes_per_token=per_token,
         page_size=page_size,
         page_bytes=per_token * page_size,
@@ -111,30 +110,6 @@ def estimate(
         sequence_bytes=groups.bytes(pages, window_pages),
     )
     return sizes if memory is None else _fit(sizes, groups, memory, utilization)
-
-
-def count_parameters(config: ModelConfig) -> int:
-    """Count the elements of all weights; tied embeddings count once."""
-    hidden, heads, kv_heads, dim = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-    attention = 2 * hidden * dim * (heads + kv_heads)
-    attention += config.qkv_bias * dim * (heads + 2 * kv_heads) + config.out_bias * hidden
-    attention += config.qk_norm * 2 * dim + config.wide_qk_norm * (heads + kv_heads) * dim
-    norm = 2 * hidden if config.family == "bloom" else hidden  # weight and bias, or weight alone
-    norms_per_layer = 4 if config.family in ("gemma2", "gemma3") else 2
-    norms = norm * (config.num_layers * norms_per_layer + (2 if config.family == "bloom" else 1))
-    embeddings = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
-    return config.num_layers * attention + _mlp_parameters(config) + norms + embeddings
-
-
-def _mlp_parameters(config: ModelConfig) -> int:
-    """Count those of all layers' MLPs, gated except in BLOOM, or of their routers and experts."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    inputs = 1 if config.family == "bloom" else 2
-    dense = (inputs + 1) * hidden * inner + config.mlp_bias * (inputs * inner + hidden)
-    if not config.num_experts:
-        return config.num_layers * dense
-    mixture = config.num_experts * hidden * (1 + 3 * config.expert_size)
-    return len(config.dense_layers) * dense + (config.num_layers - len(config.dense_layers)) * mixture
 
 
 def _fit(sizes: Estimate, groups: CacheGroups, memory: int, utilization: float) -> Estimate:

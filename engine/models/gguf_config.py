@@ -9,7 +9,6 @@ from gguf.constants import GGMLQuantizationType
 
 from engine.models.fields import Fields
 from engine.models.gguf_file import GgufHeader
-from engine.models.gguf_gemma import gemma_fields
 from proto.model import ModelConfig, RopeConfig
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
@@ -21,6 +20,12 @@ _DTYPES = {
 _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3_CONTEXT = 8192  # what Llama 3 was trained on, before 3.1 extended it
 _LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
+
+# What llama.cpp knows of Gemma without the file saying so
+_GEMMA_LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27B models
+_GEMMA_PERIOD = {"gemma2": 2, "gemma3": 6}  # of layers, the last of which has no window
+_GEMMA_WINDOW = {"gemma2": 4096, "gemma3": 0}
+_GEMMA_WINDOWED_THETA = 10000.0
 
 
 def gguf_config(header: GgufHeader) -> ModelConfig:
@@ -50,7 +55,7 @@ def gguf_config(header: GgufHeader) -> ModelConfig:
     window = keys.integer("attention.sliding_window", 0, minimum=0)
     own_fields: dict[str, Any] = {"windows": (window,) * num_layers if window else ()}
     if architecture in ("gemma2", "gemma3"):
-        own_fields = gemma_fields(
+        own_fields = _gemma_fields(
             keys,
             architecture,
             hidden_size=hidden_size,
@@ -176,3 +181,45 @@ def _llama3_divisors(rope: RopeConfig, head_dim: int) -> np.ndarray[Any, np.dtyp
     smooth = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
     divisors: np.ndarray[Any, np.dtype[np.float64]] = 1.0 / ((1.0 - smooth) / rope.factor + smooth)
     return divisors
+
+
+def _gemma_fields(
+    keys: Fields, architecture: str, *, hidden_size: int, num_heads: int, head_dim: int, num_layers: int
+) -> dict[str, Any]:
+    """Fields of ModelConfig. Raises ModelError naming file and key.
+
+    The scale of attention stands in no key: it is 1/√head_dim, but 1/√(hidden/heads) in both 27B models, which
+    are told by their number of layers.
+    """
+    largest = num_layers == _GEMMA_LARGEST[architecture]
+    window = keys.integer("attention.sliding_window", _GEMMA_WINDOW[architecture], minimum=0)
+    windowed = _windowed_layers(keys, architecture, num_layers)
+    windowed_rope = None
+    if architecture == "gemma3" or keys.has("rope.freq_base_swa"):
+        windowed_rope = RopeConfig(theta=keys.number("rope.freq_base_swa", _GEMMA_WINDOWED_THETA))
+    return {
+        "hidden_act": "gelu_pytorch_tanh",
+        "windows": tuple(window if layer else 0 for layer in windowed) if window and any(windowed) else (),
+        "windowed_rope": windowed_rope,
+        "attention_scale": (hidden_size // num_heads if largest else head_dim) ** -0.5,
+        "attention_soft_cap": _soft_cap(keys, "attn_logit_softcapping", 50.0 if architecture == "gemma2" else 0.0),
+        "logit_soft_cap": _soft_cap(keys, "final_logit_softcapping", 30.0 if architecture == "gemma2" else 0.0),
+    }
+
+
+def _windowed_layers(keys: Fields, architecture: str, num_layers: int) -> list[bool]:
+    """By a period, or layer by layer."""
+    pattern = keys.values.get("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        if len(pattern) != num_layers:
+            raise keys.error("attention.sliding_window_pattern", f"must list block_count = {num_layers} layers")
+        return [bool(layer) for layer in pattern]
+    period = keys.integer("attention.sliding_window_pattern", _GEMMA_PERIOD[architecture])
+    return [(layer + 1) % period != 0 for layer in range(num_layers)]
+
+
+def _soft_cap(keys: Fields, key: str, absent: float) -> float:
+    """A cap; 0 turns it off."""
+    if not keys.has(key):
+        return absent
+    return keys.number(key) if keys.values[key] != 0 else 0.0

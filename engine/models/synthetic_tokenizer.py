@@ -10,7 +10,6 @@ from string import ascii_lowercase
 
 import msgspec
 
-from engine.models.byte_alphabet import byte_alphabet
 from engine.models.cache import cache_dir, write_atomically
 
 CHAT_TEMPLATE = (
@@ -64,3 +63,10 @@ def _document(vocab_size: int, eos_ids: tuple[int, ...]) -> dict[str, object]:
             "merges": [],
         },
     }
+
+
+def byte_alphabet() -> list[str]:
+    """Return the printable character by which byte-level BPE spells each byte (Radford et al. 2019, GPT-2)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    substitutes = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(substitutes)) for byte in range(256)]

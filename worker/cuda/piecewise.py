@@ -32,9 +32,8 @@ def busy_tokens(config: ModelConfig) -> int:
     Beyond, graphs gain nothing, and what they keep for each token and layer is worth more as KV memory. It is about
     100 for a model of 8B parameters, and 1500 for one of 0.6B.
     """
-    inner = config.experts_per_token * config.expert_size if config.num_experts else config.intermediate_size
-    heads = 2 * config.num_heads + 2 * config.num_kv_heads
-    weights = config.hidden_size * (heads * config.head_dim + 3 * inner)
+    mlp = config.experts_per_token * config.expert_weights if config.num_experts else config.mlp_weights
+    weights = config.attention_weights + mlp
     return int(LAYER_SECONDS * OPERATIONS_PER_SECOND / (2 * weights))
 
 

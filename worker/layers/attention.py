@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from proto.division import Share, whole
 from proto.model import ModelConfig
 from worker.device import DeviceError
-from worker.ranks.group import Group, Share, whole
+from worker.ranks.group import Group
 from worker.steps.batch import StepBatch
 
 if TYPE_CHECKING:

@@ -2,11 +2,11 @@
 
 import torch
 
+from proto.division import Share
 from worker.layers.gemm_shape import GemmShape
 from worker.layers.module import Module, Target
 from worker.layers.ops import Experts, Packed, Routes
 from worker.layers.parameter import Parameter
-from worker.ranks.group import Share
 
 
 class Router(Module):

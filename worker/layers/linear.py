@@ -2,11 +2,11 @@
 
 import torch
 
+from proto.division import Share
 from worker.layers.gemm_shape import GemmShape
 from worker.layers.module import Module, Target
 from worker.layers.ops import Packed
 from worker.layers.parameter import Parameter
-from worker.ranks.group import Share
 
 
 class _Product(Module):

@@ -2,9 +2,9 @@
 
 import torch
 
+from proto.division import Share
 from worker.layers.module import Module, Target
 from worker.layers.parameter import Parameter
-from worker.ranks.group import Share
 
 
 class RMSNorm(Module):

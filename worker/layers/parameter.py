@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from worker.ranks.group import Share
+from proto.division import Share
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from worker.ranks.group import Share
+from proto.division import Share
 
 
 @dataclass(frozen=True, slots=True)

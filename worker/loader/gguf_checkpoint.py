@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from gguf.quants import dequantize
 
+from proto.division import Share, whole
 from worker.loader.checkpoint import TensorInfo
 from worker.loader.errors import LoadError
-from worker.ranks.group import Share, whole
 
 Type = gguf.GGMLQuantizationType
 SUPPORTED = {

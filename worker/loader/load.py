@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from proto.division import Share
 from proto.model import ModelManifest
 from worker.layers.parameter import Parameter
 from worker.loader.checkpoint import Checkpoint
@@ -13,7 +14,6 @@ from worker.loader.gguf_checkpoint import GgufCheckpoint
 from worker.loader.kv_scales import is_kv_scale
 from worker.loader.safetensors_checkpoint import SafetensorsCheckpoint
 from worker.models import FAMILIES
-from worker.ranks.group import Share
 
 Progress = Callable[[str, int, int], None]
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from proto.division import Share
 from worker.loader.checkpoint import TensorInfo
 from worker.loader.errors import LoadError
-from worker.ranks.group import Share
 
 FLOATING = ("F32", "BF16", "F16")
 

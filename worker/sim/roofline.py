@@ -79,20 +79,16 @@ class Roofline:
     def __init__(self, model: ModelConfig, gpu: Gpu, element_bytes: int) -> None:
         self._gpu = gpu
         self._element_bytes = element_bytes
-        attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
-        dense_layers = len(model.dense_layers) if model.num_experts else model.num_layers
-        mlp = (2 if model.alibi else 3) * model.hidden_size * model.intermediate_size  # BLOOM's has no gate
-        self._expert_layers = model.num_layers - dense_layers
+        self._expert_layers = model.expert_layers
         self._experts, self._experts_per_token = model.num_experts, model.experts_per_token
-        self._expert_params = 3 * model.hidden_size * model.expert_size
-        router = model.hidden_size * model.num_experts
+        self._expert_params = model.expert_weights
+        dense = (model.num_layers - model.expert_layers) * model.mlp_weights
         # What every token uses, whichever experts it is sent to
-        self._layer_params = model.num_layers * attention + dense_layers * mlp + self._expert_layers * router
-        self._head_params = model.vocab_size * model.hidden_size
-        norms = (2 * model.num_layers + 1) * model.hidden_size
-        embeddings = self._head_params * (1 if model.tie_word_embeddings else 2)
-        experts = self._expert_layers * self._experts * self._expert_params
-        self.weight_bytes = (self._layer_params + experts + norms + embeddings) * element_bytes
+        self._layer_params = (
+            model.num_layers * model.attention_weights + dense + model.expert_layers * model.router_weights
+        )
+        self._head_params = model.head_weights
+        self.weight_bytes = model.parameters * element_bytes
         self.kv_bytes_per_token = model.kv_bytes_per_token(element_bytes)
         self._kv_bytes_per_layer = self.kv_bytes_per_token // model.num_layers
         # Q·K and P·V: a multiplication and an addition each, for every head dimension
