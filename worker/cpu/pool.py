@@ -21,7 +21,7 @@ def pool_pages(options: WorkerOptions, groups: CacheGroups) -> tuple[int, int]:
     """
     memory = available_memory() // options.num_workers
     if options.num_pages is not None:
-        pages, why = groups.beside(options.num_pages), f"--num-pages {options.num_pages}"
+        pages, why = groups.resolve_num_pages(options.num_pages), f"--num-pages {options.num_pages}"
     elif options.kv_bytes is not None:
         pages, why = groups.divide(options.kv_bytes), f"--kv-cache-memory-bytes {options.kv_bytes}"
     else:
@@ -41,7 +41,7 @@ def pool_pages(options: WorkerOptions, groups: CacheGroups) -> tuple[int, int]:
 def _pages_within(options: WorkerOptions, groups: CacheGroups, available: int) -> tuple[int, int]:
     """Divide so many bytes, or fewer where that is enough for all sequences that may run at once."""
     sequence = groups.pages(groups.max_len)
-    cap = max(DEFAULT_BYTES // options.num_workers, groups.bytes(*groups.beside(max(sequence))))
+    cap = max(DEFAULT_BYTES // options.num_workers, groups.bytes(*groups.resolve_num_pages(max(sequence))))
     full, windowed = groups.divide(min(available, cap))
     chunk = -(-options.max_num_batched_tokens // options.page_size) if groups.window else 0
     return min(full, options.max_num_seqs * sequence[0]), min(windowed, options.max_num_seqs * sequence[1] + chunk)

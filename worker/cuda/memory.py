@@ -26,7 +26,7 @@ def pool_pages(options: WorkerOptions, measured: Measured, groups: CacheGroups) 
     `--num-pages` and `--kv-cache-memory-bytes` are obeyed as they are.
     """
     if options.num_pages is not None:
-        return groups.beside(options.num_pages)
+        return groups.resolve_num_pages(options.num_pages)
     page_bytes = groups.bytes(bool(groups.full_layers), bool(groups.window))
     if options.kv_bytes is not None:
         room = options.kv_bytes

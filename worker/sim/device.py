@@ -57,7 +57,7 @@ class SimulatedDevice:
 
     def _pool_pages(self, options: WorkerOptions, memory: float, groups: CacheGroups) -> tuple[int, int]:
         if options.num_pages is not None:
-            return groups.beside(options.num_pages)
+            return groups.resolve_num_pages(options.num_pages)
         room = options.kv_bytes
         if room is None:
             room = int(memory * options.gpu_memory_utilization) - self._roofline.weight_bytes
