@@ -30,24 +30,24 @@ _WINDOW_CONTEXT = 8
 class TextStream(Protocol):
     """One sequence being decoded."""
 
-    def push(self, token_id: int) -> str:
-        """Text that this id completes; "" while a character is incomplete."""
+    def feed_id(self, token_id: int) -> str:
+        """Add an id; return the text that it completes; "" while a character is incomplete."""
 
     def flush(self) -> str:
-        """What an end leaves incomplete, as U+FFFD."""
+        """End the text: return what is still incomplete, as U+FFFD."""
 
 
 class ByteStream:
-    """Decoding by table. The only state is the bytes of an incomplete character, at most three."""
+    """Decodes by table. Its only state is the bytes of an incomplete character, at most three."""
 
     __slots__ = ("_pending", "_strip", "_table")
 
     def __init__(self, table: Sequence[bytes], pending: bytes, strip: bool) -> None:
         self._table = table
         self._pending = pending
-        self._strip = strip  # the first character, if it is a space
+        self._strip = strip  # drop the first character if it is a space
 
-    def push(self, token_id: int) -> str:
+    def feed_id(self, token_id: int) -> str:
         data = self._pending + self._table[token_id]
         text, used = utf_8_decode(data, "replace", False)
         self._pending = data[used:]
@@ -63,7 +63,7 @@ class ByteStream:
 
 
 class WindowStream:
-    """Decoding by a tokenizer whose decoder is not a table: decode a window of last ids, give what is new."""
+    """Decodes with a tokenizer whose decoder is not a table: a window of the last ids, returning what is new."""
 
     __slots__ = ("_context", "_hidden", "_new", "_tokenizer")
 
@@ -74,20 +74,20 @@ class WindowStream:
         self._context = context[begin:end]  # ids whose text is out, or belongs to the prompt
         self._new = context[end:]  # ids whose text is not
 
-    def push(self, token_id: int) -> str:
+    def feed_id(self, token_id: int) -> str:
         if token_id in self._hidden:
             return ""
         self._new.append(token_id)
         text = self._text()
         if text.endswith(_REPLACEMENT) and len(self._new) < _MOST_INCOMPLETE:
             return ""
-        return self._take(text)
+        return self._show(text)
 
     def flush(self) -> str:
-        return self._take(self._text())
+        return self._show(self._text())
 
     def _whole_characters(self, prompt: list[int]) -> tuple[int, int]:
-        """Where the whole characters begin and end in the last ids of a prompt, which may be cut at both ends."""
+        """Find where whole characters begin and end in the last ids of a prompt, which may be cut at both ends."""
         most = min(_MOST_OF_A_CHARACTER, len(prompt))
         for begin in range(most + 1):
             for end in range(len(prompt), max(begin, len(prompt) - most) - 1, -1):
@@ -99,8 +99,8 @@ class WindowStream:
         before = self._decode(self._context)
         return self._decode(self._context + self._new)[len(before) :]
 
-    def _take(self, text: str) -> str:
-        # The ids just taken are context enough, except where they alone spell nothing.
+    def _show(self, text: str) -> str:
+        # The newest ids are enough context, unless they spell nothing by themselves.
         self._context = self._new if text else self._context + self._new
         self._context = self._context[-_WINDOW_CONTEXT:]
         self._new = []
@@ -117,8 +117,8 @@ class TextDecoder:
         self.vocabulary = vocabulary
         self._tokenizer = _load_tokenizer(vocabulary.path) if vocabulary.spelled is None else None
 
-    def open(self, prompt_tail: Sequence[int], prompt_tokens: int, skip_special_tokens: bool) -> TextStream:
-        """Start after a prompt of `prompt_tokens` ids, of which `prompt_tail` are the last."""
+    def open_stream(self, prompt_tail: Sequence[int], prompt_tokens: int, skip_special_tokens: bool) -> TextStream:
+        """Begin after a prompt of `prompt_tokens` ids, of which `prompt_tail` are the last."""
         hidden = self.vocabulary.special_ids if skip_special_tokens else frozenset()
         if self._tokenizer is not None:
             context = [number for number in prompt_tail if number not in hidden]
@@ -131,9 +131,9 @@ class TextDecoder:
         return ByteStream(table, before[used:], self.vocabulary.strips_first_space and nothing_precedes)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Text of ids that nothing precedes."""
-        stream = self.open((), 0, skip_special_tokens)
-        return "".join([stream.push(number) for number in ids]) + stream.flush()
+        """Decode ids that follow no prompt."""
+        stream = self.open_stream((), 0, skip_special_tokens)
+        return "".join([stream.feed_id(number) for number in ids]) + stream.flush()
 
 
 def _load_tokenizer(path: str) -> "Tokenizer":

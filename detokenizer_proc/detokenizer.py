@@ -32,7 +32,7 @@ from proto.messages import (
 
 log = logging.getLogger(__name__)
 
-# Sequences that a stop string ended wait for the scheduler to close them. It always does, unless it dies.
+# Sequences that ended with a stop string and wait for the scheduler to close them, which it does unless it dies.
 _MOST_STOPPED = 4096
 _FINISHES = {int(finish): finish for finish in Finish}
 
@@ -65,7 +65,7 @@ class Detokenizer:
         return len(self._live)
 
     def on_call(self, call: DetokenizeCall) -> Outgoing:
-        """The text of ids that nothing precedes. The server has checked them."""
+        """Decode ids that follow no prompt. The server has checked them."""
         text = self._decoder.decode(column(call.ids).tolist(), call.skip_special_tokens)
         return Outgoing(_server(server_of(call.rid)), DetokenizeReply(call.rid, text))
 
@@ -74,28 +74,28 @@ class Detokenizer:
         rids: list[int] = column(emit.rids, U64).tolist()
         attempts: list[int] = column(emit.attempts, U32).tolist()
         for place, opening, timing in emit.openings:
-            self._open(opening, emit.indexes[place] if emit.indexes else 0, timing)
+            self._open_sequence(opening, emit.indexes[place] if emit.indexes else 0, timing)
         deltas: dict[int, list[Delta]] = {}
         for place, row in enumerate(_rows(emit, len(rids))):
             rid = rids[place]
-            delta = self._take(rid, attempts[place], row)
+            delta = self._on_row(rid, attempts[place], row)
             if delta is not None:
                 deltas.setdefault(server_of(rid), []).append(delta)
         # Last: what an Emit opens it may close as well.
         for rid, attempt in zip(
             column(emit.closed_rids, U64).tolist(), column(emit.closed_attempts, U32).tolist(), strict=True
         ):
-            self._close(rid, attempt)
+            self._close_request(rid, attempt)
         return [Outgoing(_server(server), Deltas(tuple(rows))) for server, rows in deltas.items()]
 
-    def _open(self, body: bytes, index: int, timing: Timing) -> None:
+    def _open_sequence(self, body: bytes, index: int, timing: Timing) -> None:
         opening: Opening = decode_as(body, Opening)
         sequences = self._live.setdefault(opening.rid, {})
         older = sequences.get(index)
         if older is None or older.attempt < opening.attempt:
             sequences[index] = OutputSequence(opening, timing, self._decoder)
 
-    def _close(self, rid: int, attempt: int) -> None:
+    def _close_request(self, rid: int, attempt: int) -> None:
         """Forget every sequence of a request up to this attempt."""
         left = {index: s for index, s in self._live.get(rid, {}).items() if s.attempt > attempt}
         if left:
@@ -119,7 +119,7 @@ class Detokenizer:
             if oldest is not None and oldest.attempt == attempt:
                 self._forget(rid, index)
 
-    def _take(self, rid: int, attempt: int, row: _Row) -> Delta | None:
+    def _on_row(self, rid: int, attempt: int, row: _Row) -> Delta | None:
         sequences = self._live.get(rid)
         sequence = sequences.get(row.index) if sequences is not None else None
         if sequence is None or sequence.attempt != attempt:
@@ -181,7 +181,7 @@ def _advance(rid: int, sequence: OutputSequence, row: _Row) -> Delta:
     stop = sequence.resumed_stop
     kept, text = 0, ""
     if not stop:
-        kept, text, stop = sequence.push(ids, row.start)
+        kept, text, stop = sequence.append_ids(ids, row.start)
     if stop:
         finish, matched, matched_eos = Finish.STOP, -1, False
     else:
@@ -196,7 +196,7 @@ def _advance(rid: int, sequence: OutputSequence, row: _Row) -> Delta:
             log.error("rid %d: a row of %d tokens came without as many logprobs", rid, len(row.ids))
             kept, finish, stop, matched, matched_eos = 0, Finish.ERROR, "", -1, False
             text = ""
-    position, text = sequence.give(text)
+    position, text = sequence.count_shown(text)
     timing, sequence.timing = sequence.timing, None
     return Delta(
         rid,

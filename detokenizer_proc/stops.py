@@ -75,7 +75,7 @@ class StopSearch:
         self._held = ""  # the end of the text, as long as the state: it may be the beginning of a stop string
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Take more text; returns what may be shown now, and the stop string found ("" = none).
+        """Search more text; returns what may be shown now, and the stop string found ("" = none).
 
         With a stop string found the shown text ends before it (after it with `include_stop`), the rest is
         dropped, and the search is over.
@@ -94,6 +94,6 @@ class StopSearch:
         return whole[:shown], ""
 
     def release(self) -> str:
-        """What is held back: the text ends here without a stop string."""
+        """Return what is held back: the text ends here without a stop string."""
         held, self._held, self._state = self._held, "", 0
         return held

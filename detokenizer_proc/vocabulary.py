@@ -49,7 +49,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
     spelled: list[bytes] | None  # bytes of every id; None = the decoder is not a table
     visible: list[bytes] | None  # the same with special tokens empty
     special_ids: frozenset[int]
-    strips_first_space: bool  # of a text that nothing precedes
+    strips_first_space: bool  # of a text that follows nothing
 
 
 def read_vocabulary(path: str, model_vocab_size: int) -> Vocabulary:
@@ -61,7 +61,7 @@ def read_vocabulary(path: str, model_vocab_size: int) -> Vocabulary:
     try:
         file = msgspec.json.decode(Path(path).read_bytes(), type=_TokenizerFile)
     except (OSError, msgspec.DecodeError) as error:
-        raise VocabularyError(f"{path} is no tokenizer that can be read: {error}") from error
+        raise VocabularyError(f"{path} is not a readable tokenizer: {error}") from error
     vocab = file.model.vocab
     pieces = vocab if isinstance(vocab, dict) else {piece: number for number, (piece, _) in enumerate(vocab)}
     known = [*pieces.values(), *(token.id for token in file.added_tokens)]

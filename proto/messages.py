@@ -69,7 +69,7 @@ class Finish(IntEnum):
 
 
 class RejectCode(IntEnum):
-    """What a Reject means to the caller; the server maps it to a gRPC status."""
+    """Reason of a Reject; the server maps it to a gRPC status."""
 
     INVALID = 1  # INVALID_ARGUMENT: field, limit and value are set
     EXHAUSTED = 2  # RESOURCE_EXHAUSTED with retry_after_ms
@@ -82,7 +82,7 @@ class RejectCode(IntEnum):
 
 
 class Resume(Message, frozen=True, tag="resume"):
-    """What the caller already has of a request that is submitted again (docs/architecture.md, 'Supervision')."""
+    """Output that the caller already has of a request that is submitted again (docs/architecture.md, 'Supervision')."""
 
     output_ids: bytes  # i32, delivered output tokens
     characters: int  # delivered characters of text
@@ -257,7 +257,7 @@ class Emit(Message, frozen=True, tag="emit"):
 
 
 class Timing(Message, frozen=True, tag="timing"):
-    """Of a request when its first Emit leaves: durations in ns."""
+    """Durations of a request until its first Emit, in ns."""
 
     cached_tokens: int  # prompt tokens that the prefix cache spared
     queue: int  # arrival → first scheduled
@@ -276,7 +276,7 @@ class TokenLogprobs(Message, frozen=True, tag="logprobs"):
 
 
 class Delta(Message, frozen=True, tag="delta"):
-    """What one request has new: ids, text and logprobs that belong together."""
+    """New output of one request: ids, text and logprobs that belong together."""
 
     rid: int
     attempt: int

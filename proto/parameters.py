@@ -29,7 +29,7 @@ MAX_UINT64 = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What the declaration of a field does not say by itself."""
+    """Facts about a parameter that its field's type and default do not give."""
 
     path: str  # of the field in GenerateRequest
     low: float | None = None  # None = the type's own limits
@@ -57,7 +57,7 @@ class Spec:
         return f"{self.low} or more" if self.high in (MAX_INT32, MAX_UINT64) else f"{self.low} to {self.high}"
 
     def accepts(self, value: float) -> bool:
-        """Whether the value is in range; NaN and infinities never are."""
+        """Return whether the value is in range; NaN and infinities never are."""
         if self.low is None or self.high is None:
             return True
         return math.isfinite(value) and self.low <= value <= self.high and not (self.above_low and value == self.low)
@@ -91,7 +91,7 @@ class WorkClass(IntEnum):
 
 
 class Sampling(Message, frozen=True, tag="sampling"):
-    """How one token is drawn from its logits: what the samplers of the worker read.
+    """Parameters of drawing one token from its logits, which the worker's samplers read.
 
     Filters apply to the distribution after temperature, in the order top_k, top_p, min_p.
     """
@@ -120,7 +120,7 @@ class Sampling(Message, frozen=True, tag="sampling"):
 
 
 class RequestParams(Message, frozen=True, tag="params"):
-    """What a caller asked of a generation, after the server's checks."""
+    """Parameters of a generation, checked by the server."""
 
     sampling: Sampling = Sampling()
     # When to end. Lengths are the tokenizer's to resolve, ids the scheduler's to watch, strings the detokenizer's.

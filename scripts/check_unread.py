@@ -32,6 +32,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "server/validate.py, by the names of proto/parameters.py's fields": ("temperature",),
     "quintet estimate --json, by dataclasses.asdict": ("memory_bytes",),
     "an annotation, as a string": ("Axes",),
+    "the samplers, by the names of `Sampling`'s fields": ("temperature",),
     "callers, in protobuf messages": ("eos_token_id", "stop_string", "stop_token_id"),
     "Jinja, of which these classes are extensions": ("intercepted_binops", "tags"),
     "a copy in flight: the attribute keeps its source alive": ("on_device",),

@@ -1,4 +1,4 @@
-"""From what the ring gave to response messages."""
+"""Build response messages from what the ring delivered."""
 
 import struct
 from collections.abc import Iterable, Sequence

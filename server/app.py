@@ -97,7 +97,7 @@ async def _say_goodbye(server: grpc.aio.Server, edge: Edge) -> None:
 
 
 def channel_arguments(options: ServerOptions) -> list[tuple[str, int]]:
-    """What grpc is to do and not to do."""
+    """Options of the grpc server."""
     arguments = [
         ("grpc.so_reuseport", int(options.reuse_port)),
         ("grpc.max_receive_message_length", options.max_message_bytes),

@@ -9,7 +9,7 @@ Reply = TokenizeReply | DetokenizeReply | FlushReply
 
 
 class Calls:
-    """Who waits for which answer. A late answer is dropped."""
+    """Calls that wait for an answer. A late answer is dropped."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
@@ -18,7 +18,7 @@ class Calls:
         return len(self._waiting)
 
     def expect(self, rid: int) -> asyncio.Future[Reply]:
-        """The answer to come; it may be a CallError. The caller calls `forget` in the end."""
+        """Return a future of the answer, which may raise CallError. The caller must call `forget` at the end."""
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[rid] = future
         return future
@@ -32,7 +32,7 @@ class Calls:
             future.set_result(reply)
 
     def on_reject(self, reject: Reject) -> bool:
-        """Whether the refusal was meant for one of these."""
+        """Pass on a refusal; returns whether it was meant for one of these calls."""
         future = self._waiting.get(reject.rid)
         if future is None:
             return False

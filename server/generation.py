@@ -22,7 +22,7 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class OutputPiece(msgspec.Struct, frozen=True):
-    """What is written at once: every delta that was ready, joined."""
+    """One write: every delta that was ready, joined."""
 
     first: bool
     text: str
@@ -66,12 +66,12 @@ class Generation:
 
     @property
     def over(self) -> bool:
-        """Whether its one terminal event has come."""
+        """True once its one terminal event has happened."""
         return self.ending is not None or self.error is not None
 
     @property
     def ready(self) -> bool:
-        """Whether `take_piece` has something to return or to raise."""
+        """True when `take_piece` has something to return or to raise."""
         return bool(self._deltas) or self.over
 
     # ------------------------------------------------------------------ for the record
@@ -141,7 +141,7 @@ class Generation:
         self.writing_since = 0
 
     def take_piece(self) -> OutputPiece | None:
-        """Everything that can be written now, or None. Raises the error once nothing is left before it."""
+        """Return everything that can be written now, or None. Raises the error once nothing is left before it."""
         deltas, self._deltas = self._deltas, []
         self._buffered = 0
         if not deltas and self.ending is None:

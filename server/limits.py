@@ -15,7 +15,7 @@ MAX_REQUEST_ID_BYTES = 256
 MAX_CACHE_SALT_BYTES = 256
 MAX_CHAT_MESSAGES = 4096
 MAX_ROLE_BYTES = 64
-# How long a write may wait for a client that takes nothing.
+# How long a write may wait for a client that reads nothing.
 MAX_STALL_SECONDS = 30
 # No text of a language comes near this many bytes a token; it bounds the tokenizer's time on one prompt.
 _PROMPT_BYTES_PER_TOKEN = 32
@@ -23,14 +23,14 @@ _LEAST_PROMPT_BYTES = 1 << 16
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """What the ring's Ready messages told of the model."""
+    """Facts about the model, from the Ready messages of the stages."""
 
     worker: WorkerFacts
     tokenizer: TokenizerFacts
 
     @property
     def max_prompt_bytes(self) -> int:
-        """Of a text, or of all messages of a chat, in UTF-8."""
+        """Most bytes of a text, or of all messages of a chat, in UTF-8."""
         return max(_LEAST_PROMPT_BYTES, self.worker.max_model_len * _PROMPT_BYTES_PER_TOKEN)
 
 

@@ -1,4 +1,4 @@
-"""From a request message to a checked `Ask`. Ranges and defaults of parameters are those of `proto.parameters`."""
+"""Turn a request message into a checked `Ask`. Ranges and defaults of parameters are those of `proto.parameters`."""
 
 import re
 import secrets
@@ -15,7 +15,7 @@ from server.errors import InvalidFieldError, NotBuiltError, UnknownModelError
 from server.limits import ModelFacts
 
 _MAX_LOGIT_BIAS = 100
-# It travels in metadata, which holds visible ASCII.
+# It is sent as metadata, which holds visible ASCII.
 _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{limits.MAX_REQUEST_ID_BYTES}}}")
 _WORK_CLASSES = {
     pb.WORK_CLASS_UNSPECIFIED: WorkClass.CHAT,
@@ -27,7 +27,7 @@ _WORK_CLASSES = {
 _SAMPLING = parameters_of(Sampling)
 # Those of a single value; lists are checked item by item.
 _PARAMS = tuple(p for p in parameters_of(RequestParams) if p.kind in (int, bool, str))
-# Features to come, and the values that ask nothing of them.
+# Fields of features that are not built, and the values that leave them unused.
 _NOT_BUILT: dict[Spec, tuple[float, ...]] = {
     Spec("sampling.n", 1, MAX_INT32): (1,),
     Spec("sampling.best_of", 1, MAX_INT32): (1,),
@@ -75,19 +75,19 @@ def check_generate(request: pb.GenerateRequest, facts: ModelFacts, served_names:
 
 
 def check_model(name: str, served_names: Sequence[str]) -> None:
-    """Empty means whatever is served. Raises UnknownModelError."""
+    """Raise UnknownModelError unless the name is served; an empty one means whatever is served."""
     if name and name not in served_names:
         raise UnknownModelError(f"model {name!r} is not served here, only {', '.join(served_names)}")
 
 
 def check_text(field: str, text: str, facts: ModelFacts) -> str:
-    """A plain text's size. Empty is for the tokenizer to judge: it may add a BOS."""
+    """Check a plain text's size. Whether it may be empty is the tokenizer's to judge, which may add a BOS."""
     _check_bytes(field, _utf8_length(text), facts.max_prompt_bytes)
     return text
 
 
 def check_chat(field: str, chat: pb.Chat, facts: ModelFacts) -> tuple[ChatMessage, ...]:
-    """A conversation's size and roles; the rest is for the template to judge."""
+    """Check a conversation's size and roles; the rest is for the template to judge."""
     count = len(chat.messages)
     if not 1 <= count <= limits.MAX_CHAT_MESSAGES:
         raise InvalidFieldError(f"{field}.messages", f"must hold 1 to {limits.MAX_CHAT_MESSAGES} messages, not {count}")
@@ -103,7 +103,7 @@ def check_chat(field: str, chat: pb.Chat, facts: ModelFacts) -> tuple[ChatMessag
 
 
 def check_ids(field: str, ids: Sequence[int], most: int, facts: ModelFacts) -> bytes:
-    """Ids as an i32 column: at most so many, each within the model's vocabulary."""
+    """Return ids as an i32 column: at most `most` of them, each within the model's vocabulary."""
     if len(ids) > most:
         raise InvalidFieldError(field, f"must hold at most {most} ids, not {len(ids)}")
     values = np.fromiter(ids, np.int64, len(ids))
@@ -149,7 +149,7 @@ def _check_sampling(request: pb.GenerateRequest) -> Sampling:
 
 
 def _given(parameters: Iterable[Parameter], request: pb.GenerateRequest) -> dict[str, Any]:
-    """Values that the caller set, by the field of ours that takes them. Raises InvalidFieldError."""
+    """Return the values that the caller set, by our own field names. Raises InvalidFieldError."""
     values = {}
     for parameter in parameters:
         value = _value_of(parameter.spec, request)
@@ -159,7 +159,7 @@ def _given(parameters: Iterable[Parameter], request: pb.GenerateRequest) -> dict
 
 
 def _value_of(spec: Spec, request: pb.GenerateRequest) -> Any:
-    """The value of a scalar field, None where it is unset. Raises InvalidFieldError when it is out of range."""
+    """Return the value of a scalar field, None if it is unset. Raises InvalidFieldError when it is out of range."""
     message = getattr(request, spec.parent) if spec.parent else request
     if not message.HasField(spec.name):
         return None
@@ -196,7 +196,7 @@ def _refuse_not_built(request: pb.GenerateRequest, facts: ModelFacts) -> None:
 
 
 def _check_logit_bias(entries: Iterable[tuple[int, float]], facts: ModelFacts) -> bool:
-    """Whether there are any, all of them valid."""
+    """Return whether there are any. Raises InvalidFieldError unless all of them are valid."""
     biases = list(entries)
     if len(biases) > limits.MAX_LOGIT_BIAS:
         raise InvalidFieldError("logit_bias", f"must hold at most {limits.MAX_LOGIT_BIAS} entries, not {len(biases)}")

@@ -45,8 +45,8 @@ class Pair:
         return number
 
     def stream(self, prompt: list[int], output: list[int], skip: bool = True, tail: int = 16) -> str:
-        stream = self.decoder.open(prompt[-tail:], len(prompt), skip)
-        parts = [stream.push(number) for number in output]
+        stream = self.decoder.open_stream(prompt[-tail:], len(prompt), skip)
+        parts = [stream.feed_id(number) for number in output]
         assert not any("\ud800" <= character <= "\udfff" for part in parts for character in part)
         return "".join(parts) + stream.flush()
 
@@ -122,8 +122,8 @@ def test_an_incomplete_character_waits_and_is_flushed_as_one_replacement(pairs: 
     pair = pairs["byte_level"]
     clef = pair.library.encode("𝄞").ids
     for count in range(1, 4):
-        stream = pair.decoder.open([], 0, True)
-        assert [stream.push(number) for number in clef[:count]] == [""] * count
+        stream = pair.decoder.open_stream([], 0, True)
+        assert [stream.feed_id(number) for number in clef[:count]] == [""] * count
         assert stream.flush() == "\ufffd"
 
 

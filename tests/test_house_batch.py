@@ -183,14 +183,14 @@ def test_a_server_that_goes_leaves_lines_for_the_next_run(
 def test_a_torn_last_line_is_done_again(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
     folder = tmp_path_factory.mktemp("torn")
     output = Output(folder / "out.jsonl")
-    output.append([{"id": i, "text": "naïve 🙂 \n text", "token_ids": [1, 2]} for i in range(4)])
+    output.append_records([{"id": i, "text": "naïve 🙂 \n text", "token_ids": [1, 2]} for i in range(4)])
     output.close()
     data = (folder / "out.jsonl").read_bytes()
     kept = data[: cut % (len(data) + 1)]
     (folder / "out.jsonl").write_bytes(kept)
     output = Output(folder / "out.jsonl")
     assert output.done == set(range(kept.count(b"\n")))
-    output.append([{"id": i, "text": ""} for i in range(4) if i not in output.done])
+    output.append_records([{"id": i, "text": ""} for i in range(4) if i not in output.done])
     output.close()
     assert records(folder / "out.jsonl").keys() == set(range(4))
 

@@ -22,7 +22,7 @@ from tokenizer_proc.encoding import EncodingMode, SpecialToken, TextPiece, spell
 
 # Planes 15 and 16 are for private use: no template has them, and a text that fills them is not text.
 _PRIVATE_FIRST, _PRIVATE_LAST = 0xF0000, 0x10FFFD
-# A template adds some text to each message; one that gives this many times its input (and more) runs wild.
+# A template adds some text to each message; one that produces more than this many times its input has run wild.
 _MOST_GROWTH = 64
 _MOST_CHARACTERS = 4 << 20
 
@@ -32,7 +32,7 @@ class ChatError(ValueError):
 
 
 class _OutOfTime(BaseException):
-    """Not an Exception: nothing in Jinja may take it for an error of the template and go on."""
+    """Not an Exception, so that Jinja cannot take it for an error of the template and go on."""
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -57,7 +57,7 @@ def _result_size(operator: str, left: Any, right: Any) -> int:
 
 
 class _GenerationTag(Extension):
-    """{% generation %} marks the assistant's words for training; for us it is no more than its body."""
+    """{% generation %} marks the assistant's words for training; here its body is rendered and nothing else."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
 
@@ -114,7 +114,7 @@ class ChatTemplate:
         free = (chr(code) for code in range(_PRIVATE_FIRST, _PRIVATE_LAST + 1) if chr(code) not in taken)
         hidden = dict(zip(free, spelled, strict=False))
         if len(hidden) < len(spelled):
-            raise ChatError("the messages use up Unicode's planes for private use")
+            raise ChatError("the messages use up the private-use characters of Unicode")
         return hidden
 
     def _mask(self, text: str, masks: dict[str, str]) -> str:
@@ -138,7 +138,7 @@ class ChatTemplate:
                     parts.append(part)
                     size += len(part)
                     if size > most:
-                        raise ChatError(f"the chat template gave more than {most} characters")
+                        raise ChatError(f"the chat template produced more than {most} characters")
         except _OutOfTime:
             raise ChatError(f"the chat template did not finish within {self._timeout:g} s") from None
         except ChatError:

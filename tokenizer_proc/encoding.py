@@ -21,7 +21,7 @@ class TokenizerError(RuntimeError):
 
 
 class EncodingMode(Enum):
-    """What special tokens mean while a piece of text is encoded."""
+    """How the spellings of special tokens are read while a piece of text is encoded."""
 
     PROMPT = 0  # their spellings are recognised; the tokenizer adds its own (BOS)
     TEXT = 1  # their spellings are recognised; none is added
@@ -30,7 +30,7 @@ class EncodingMode(Enum):
 
 
 class TextPiece(NamedTuple):
-    """A stretch of text that is encoded on its own."""
+    """A piece of text that is encoded on its own."""
 
     text: str
     mode: EncodingMode
@@ -64,14 +64,14 @@ def _tree(spellings: set[str]) -> str:
 
 
 class TextEncoder:
-    """One tokenizer in its several modes. Safe to call from two threads: nothing in it changes."""
+    """One tokenizer in all modes. It never changes, so two threads may call it."""
 
     def __init__(self, path: str) -> None:
         try:
             tokenizer = Tokenizer.from_file(path)
-        except Exception as error:  # the library raises nothing more special
-            raise TokenizerError(f"{path} is no tokenizer that can be read: {error}") from error
-        # A file may ask for either; cutting a prompt in silence would be the worse.
+        except Exception as error:  # the library raises nothing more specific
+            raise TokenizerError(f"{path} is not a readable tokenizer: {error}") from error
+        # A file may ask for either, and a prompt must not be cut silently.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""What a prompt and its parameters may ask of the model that runs."""
+"""Checks of a prompt and its parameters against the limits of the model that is served."""
 
 import msgspec
 import numpy as np

@@ -83,7 +83,7 @@ class TokenizerLoop:
         self._send(self._tokenizer.answer(job, ids, self._replicas()))
 
     def _replicas(self) -> dict[int, WorkerFacts]:
-        """What the worker of each replica that is up can do. Its ranks all say the same."""
+        """Facts of the worker of each replica that is up. Its ranks all report the same."""
         return {
             info.address.replica: info.facts
             for info in self._stage.world.stages

@@ -45,12 +45,12 @@ class EncodingJob(msgspec.Struct, frozen=True):
 
     @property
     def characters(self) -> int:
-        """How long encoding will take, in proportion."""
+        """Length of the text: encoding takes time in proportion."""
         return sum(len(piece.text) for piece in self.pieces)
 
 
 class RequestTokenizer:
-    """Turns what servers send into messages for schedulers and servers. Holds nothing between requests."""
+    """Turns servers' requests into messages for schedulers and servers. Keeps nothing between requests."""
 
     def __init__(self, manifest: ModelManifest, template_timeout: float) -> None:
         """Loads the tokenizer. Raises TokenizerError."""

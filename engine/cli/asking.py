@@ -1,4 +1,4 @@
-"""How a command's flags become a request: shared by `quintet generate` and `quintet chat`."""
+"""Flags of a request, shared by `quintet generate` and `quintet chat`."""
 
 import argparse
 from typing import cast

@@ -175,7 +175,7 @@ class Batch:
         """Write all finished records to disk, with one wait for the disk whatever their number."""
         records = [self._records.get_nowait() for _ in range(self._records.qsize())]
         if records:
-            self._output.append(records)
+            self._output.append_records(records)
         for record in records:
             failed = "error" in record
             self.tally.failed += failed

@@ -119,7 +119,7 @@ def count_lines(path: Path) -> int:
 
 
 class Output:
-    """The file of results: append-only, one whole line a record, on disk when `append` returns.
+    """The file of results: append-only, one whole line a record, on disk when `append_records` returns.
 
     It is also the only memory of what was done: `done` holds the ids of all records in it.
     """
@@ -127,7 +127,7 @@ class Output:
     def __init__(self, path: Path) -> None:
         """Open or create the file, and cut off a last line that a crash left half-written.
 
-        Raises OutputError when another run holds it, or when it is not a file of ours.
+        Raises OutputError when another run holds it, or when it is not an output file of `quintet batch`.
         """
         if path.exists() and not path.is_file():
             raise OutputError(f"{path} is not a regular file, so no run could continue from it")
@@ -171,7 +171,7 @@ class Output:
                 self.failed += stub.error is not None
                 self._size += len(line)
 
-    def append(self, records: list[dict[str, Any]]) -> None:
+    def append_records(self, records: list[dict[str, Any]]) -> None:
         """Write records, each a dictionary whose first key is "id", and wait until the disk has them."""
         data = memoryview(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
         written = 0

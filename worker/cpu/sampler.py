@@ -1,6 +1,6 @@
 """Draw one token for each row from its logits.
 
-Every row is computed on its own, by the same arithmetic whatever stands beside it, and its random number
+Every row is computed on its own, by the same arithmetic whatever else is in the batch, and its random number
 comes from (seed, position) alone: a request draws the same tokens in any batch.
 """
 

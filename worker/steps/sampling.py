@@ -1,4 +1,4 @@
-"""What is asked of each sampled token, whichever device draws it."""
+"""Parameters of each token to sample, the same for every device."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

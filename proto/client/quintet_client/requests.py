@@ -1,4 +1,4 @@
-"""From plain Python values to request messages."""
+"""Build request messages from plain Python values."""
 
 from collections.abc import Sequence
 from typing import Any, TypedDict, cast
