@@ -1,4 +1,4 @@
-"""grpc.health.v1: "" and the services' names tell readiness, "live" that this process answers at all."""
+"""grpc.health.v1: "" and the services' names report readiness, "live" that this process answers."""
 
 from typing import Any
 
@@ -19,12 +19,12 @@ class Health:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def tell_live(self) -> None:
-        """This process answers, and is not ready yet."""
+        """Report that this process answers but is not ready yet."""
         await self.tell_ready(False)
         await self._servicer.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
 
     async def tell_ready(self, ready: bool) -> None:
-        """Whether calls are taken."""
+        """Report whether calls are accepted."""
         serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._readiness:
             await self._servicer.set(name, serving if ready else not_serving)

@@ -1,4 +1,4 @@
-"""Between grpc.aio and plain handlers: parsing, and one place where errors become statuses.
+"""Connects grpc.aio to plain handlers: parses requests and turns errors into statuses, in one place.
 
 Requests are parsed here and not by grpc, which answers INTERNAL to bytes that are not a message.
 """
@@ -24,7 +24,7 @@ Request = TypeVar("Request", bound=Message)
 def unary(
     kind: type[Request], handler: Callable[[Request, Context], Awaitable[Message]]
 ) -> "grpc.RpcMethodHandler[Any, Any]":
-    """One request, one response, which the handler returns."""
+    """Make the handler of a call whose one response the handler returns."""
 
     return grpc.unary_unary_rpc_method_handler(partial(_guard, kind, handler), None, _serialize)
 
@@ -32,13 +32,13 @@ def unary(
 def streaming(
     kind: type[Request], handler: Callable[[Request, Context], Awaitable[None]]
 ) -> "grpc.RpcMethodHandler[Any, Any]":
-    """One request, many responses, which the handler writes to the context."""
+    """Make the handler of a call whose responses the handler writes to the context."""
 
     return grpc.unary_stream_rpc_method_handler(partial(_guard, kind, handler), None, _serialize)
 
 
 def not_built(kind: type[Request]) -> Callable[[Request, Context], Awaitable[NoReturn]]:
-    """Handler of a call that this build knows but does not support."""
+    """Make the handler of a call that this build knows but does not support."""
 
     async def refuse(_request: Request, _context: Context) -> NoReturn:
         raise NotBuiltError(f"this build does not support {kind.__name__.removesuffix('Request')}")
@@ -61,8 +61,8 @@ async def _guard(
         raise asyncio.CancelledError from error
     except Exception:
         error_id = secrets.token_hex(4)
-        log.exception("error %s: a call fails because of a bug", error_id)
-        failure = BugError(f"a bug in the server, logged there as error {error_id}")
+        log.exception("internal error %s in a call", error_id)
+        failure = BugError(f"internal error in the server; its log has the details under {error_id}")
     # grpc's context keeps the exception that `abort` raises, and that this frame, which keeps the context: what
     # the frame holds lives until the cycle is collected, so it must not be a request of many megabytes.
     del raw
