@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from proto.config import SchedulerOptions
-from proto.messages import Admit, RejectCode, WorkerFacts, column
+from proto.messages import ID_BYTES, Admit, RejectCode, WorkerFacts, column
 from scheduler.kv_cache import KvCache
 from scheduler.policy import Obstacle, OutputLengths, PrefillSpeed, Thrash
-from scheduler.request import ID_BYTES, Request
+from scheduler.request import Request
 from scheduler.running import Running
 
 _MIN_RETRY_MS, _MAX_RETRY_MS = 100, 30_000

@@ -164,7 +164,7 @@ class Scheduler:
             return self._plan_with_fewer(now) if self._running.prefills and not self._flight else None
         plan = self._issue(view, limits, chunks, admits)
         if len(self._flight) == 1:
-            self._pacer.started(self._flight[0].prefill_tokens, now)
+            self._pacer.start_step(self._flight[0].prefill_tokens, now)
         return plan
 
     def outgoing(self) -> list[Outgoing]:
@@ -198,9 +198,9 @@ class Scheduler:
             awaited = self._flight[0].step if self._flight else "none"
             raise WorkerError(f"result of step {result.step}; awaited: {awaited}")
         flight = self._flight.popleft()
-        self._pacer.measured(flight.prefill_tokens, result.device_ns)
+        self._pacer.observe(flight.prefill_tokens, result.device_ns)
         if self._flight:
-            self._pacer.started(self._flight[0].prefill_tokens, now)
+            self._pacer.start_step(self._flight[0].prefill_tokens, now)
         self._results.apply(flight, result, now)
 
     def _on_admit(self, admit: Admit, now: int) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from proto.messages import WorkerFacts, column
-from scheduler.pages import PAGE_ID_BYTES, I32Array, PagePool, rank_among_equals
+from proto.messages import ID_BYTES, WorkerFacts, column
+from scheduler.pages import I32Array, PagePool, rank_among_equals
 from scheduler.policy import Obstacle, expected_peak
 from scheduler.prefix import PrefixTree
 from scheduler.request import Request, State
@@ -277,7 +277,7 @@ class WindowedKvCache(KvCache):
         super().share_prefix(request, table)
         path = request.path
         if path.detached:
-            end, at = request.done // self.pool.page_size, path.length * PAGE_ID_BYTES
+            end, at = request.done // self.pool.page_size, path.length * ID_BYTES
             known = self.tree.known_below(path, request.ids, end)
             self.window.share_with(table[at : at + len(known)], known)
 

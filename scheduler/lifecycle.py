@@ -10,14 +10,14 @@ Placement and the steps in a slot are `Running`'s; which of these moves is made 
 import heapq
 from dataclasses import dataclass
 
-from proto.messages import Admit, Finish, Reject, Timing
+from proto.messages import ID_BYTES, Admit, Finish, Reject, Timing
 from scheduler.admission import Admission, Refusal
 from scheduler.emit import BareRow, End, Outbound
 from scheduler.kv_cache import KvCache
 from scheduler.prefix import Path
 from scheduler.queue import Queues
 from scheduler.registry import Registry
-from scheduler.request import ID_BYTES, Request, State
+from scheduler.request import Request, State
 from scheduler.rows import Rows
 from scheduler.running import Running
 from scheduler.stops import StopTable
@@ -136,7 +136,7 @@ class Lifecycle:
         request.count_preemption()
         self._enqueue(request, self._cache.match(request))
         self.counts.preemptions += 1
-        self._admission.lengths.preempted()
+        self._admission.lengths.observe_preemption()
 
     def first_opening(self, request: Request, now: int) -> tuple[bytes, Timing] | None:
         """What goes with a request's first Emit; None afterwards."""

@@ -5,8 +5,8 @@ import mmap
 import numpy as np
 import numpy.typing as npt
 
+from proto.messages import ID_BYTES
 from scheduler.pages import I32Array
-from scheduler.request import ID_BYTES
 
 Index = npt.NDArray[np.intp]  # numpy gathers several times faster with its own index type
 

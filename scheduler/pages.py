@@ -10,10 +10,9 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from proto.messages import I32, column
+from proto.messages import I32, ID_BYTES, column
 
 I32Array = npt.NDArray[np.int32]
-PAGE_ID_BYTES = 4
 
 
 def rank_among_equals(values: I32Array) -> I32Array:
@@ -62,7 +61,7 @@ class PagePool:
             return b""
         if count > self.free:
             raise PageError(f"{count} pages wanted, {self.free} free")
-        start = (self.free - count) * PAGE_ID_BYTES
+        start = (self.free - count) * ID_BYTES
         pages = bytes(self._stack[start:])
         del self._stack[start:]
         self.free -= count
@@ -71,7 +70,7 @@ class PagePool:
     def release(self, pages: bytes) -> None:
         """Make these pages free. Raises PageError when there are more free pages than pages."""
         self._stack += pages
-        self.free = len(self._stack) // PAGE_ID_BYTES
+        self.free = len(self._stack) // ID_BYTES
         if self.free > self.num_pages:
             raise PageError(f"{self.free} of {self.num_pages} pages are free: some were released twice")
         self._on_release(pages)

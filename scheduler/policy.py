@@ -42,14 +42,14 @@ class OutputLengths:
         self._deviation = [_PRIOR_LENGTH / 2] * len(WorkClass)
         self.caution = 1.0
 
-    def finished(self, work_class: WorkClass, output: int) -> None:
+    def observe_finish(self, work_class: WorkClass, output: int) -> None:
         error = output - self._mean[work_class]
         self._mean[work_class] += _LEARN * error
         self._deviation[work_class] += _LEARN * (abs(error) - self._deviation[work_class])
         if self.caution:
             self.caution = max(0.0, self.caution - _CAUTION_DECAY)
 
-    def preempted(self) -> None:
+    def observe_preemption(self) -> None:
         self.caution = min(_MAX_CAUTION, self.caution + _CAUTION_STEP)
 
     def expect(self, work_class: WorkClass, generated: int, limit: int) -> int:
@@ -66,7 +66,7 @@ class PrefillSpeed:
     def __init__(self) -> None:
         self.tokens_per_second = 0.0
 
-    def measured(self, tokens: int, device_ns: int) -> None:
+    def observe(self, tokens: int, device_ns: int) -> None:
         if tokens < _MIN_SPEED_SAMPLE or device_ns <= 0:
             return
         speed = tokens * 1e9 / device_ns
@@ -87,11 +87,11 @@ class Thrash:
         self._preempted = 0.0
         self._useful = 0.0
 
-    def step(self, useful: int) -> None:
+    def observe_step(self, useful: int) -> None:
         self._preempted *= _THRASH_DECAY
         self._useful = self._useful * _THRASH_DECAY + useful
 
-    def recomputed(self, tokens: int) -> None:
+    def observe_recompute(self, tokens: int) -> None:
         self.preempted_tokens += tokens
         self._preempted += tokens
 
@@ -119,7 +119,7 @@ class Pacer:
         self._started = 0  # when the running step began
         self._predicted = 0
 
-    def measured(self, prefill_tokens: int, device_ns: int) -> None:
+    def observe(self, prefill_tokens: int, device_ns: int) -> None:
         """A step with so many prefilled tokens took so long."""
         if not prefill_tokens:
             self._base += (device_ns - self._base) * (_PACE_LEARN if self._base else 1)
@@ -127,7 +127,7 @@ class Pacer:
             per_token = max(device_ns - self._base, 0.0) / prefill_tokens
             self._per_token += (per_token - self._per_token) * (_PACE_LEARN if self._per_token else 1)
 
-    def started(self, prefill_tokens: int, now: int) -> None:
+    def start_step(self, prefill_tokens: int, now: int) -> None:
         """A step began to run: the one before has ended, or there was none."""
         self._started = now
         self._predicted = int(self._base + self._per_token * prefill_tokens)

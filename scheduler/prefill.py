@@ -111,6 +111,6 @@ class PrefillPlanner:
         counts.prefix_query_tokens += request.tokens
         counts.prefix_hit_tokens += row.start
         if request.preemptions:
-            admission.thrash.recomputed(request.tokens - row.start - 1)
+            admission.thrash.observe_recompute(request.tokens - row.start - 1)
         if not request.first_scheduled:
             request.note_first_schedule(now, min(row.start, request.prompt_len))

@@ -13,10 +13,9 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from proto.messages import column
-from scheduler.pages import PAGE_ID_BYTES, PageError, PagePool
+from proto.messages import ID_BYTES, column
+from scheduler.pages import PageError, PagePool
 
-_ID_BYTES = 4
 _COMPACT_SLACK = 1024
 _BATCH_PART = 256  # of the pool, evicted at once: the few cached pages that go early cost less than a call for each
 
@@ -97,7 +96,7 @@ class PrefixTree:
         self.evictions = 0
         self.cached = 0  # pages in the tree
         self._enabled = enabled
-        self._page_bytes = pool.page_size * _ID_BYTES
+        self._page_bytes = pool.page_size * ID_BYTES
         self._root = Node(None, b"", b"", b"", 0, 0, 0, 0)
         self._clock = 0
         self._entries = 0
@@ -179,9 +178,9 @@ class PrefixTree:
                 self._add(node, path, ids, table, end, 0)
             if node is not tip:
                 # What the tree has from another.
-                self.pool.release(table[length * PAGE_ID_BYTES : node.end * PAGE_ID_BYTES])
+                self.pool.release(table[length * ID_BYTES : node.end * ID_BYTES])
             length = end
-        self.pool.release(table[length * PAGE_ID_BYTES :])
+        self.pool.release(table[length * ID_BYTES :])
         self._release(path)
 
     def unpin(self, path: Path) -> None:
@@ -234,7 +233,7 @@ class PrefixTree:
             if run == child.ids:
                 node = child
                 continue
-            differ = np.flatnonzero(column(run) != column(child.ids)[: len(run) // _ID_BYTES])
+            differ = np.flatnonzero(column(run) != column(child.ids)[: len(run) // ID_BYTES])
             return self._split(child, child.start + int(differ[0]) // self.pool.page_size if differ.size else end)
         return node
 
@@ -242,7 +241,7 @@ class PrefixTree:
         """Continue a node by pages of a row's table up to `end`; returns the node that has them."""
         size, start = self._page_bytes, node.end
         run = ids[start * size : end * size]
-        pages = table[start * PAGE_ID_BYTES : end * PAGE_ID_BYTES]
+        pages = table[start * ID_BYTES : end * ID_BYTES]
         self.cached += end - start
         if node is path.tip and node.users == 1 and not node.children:
             # Nobody else has it: it grows.
@@ -266,7 +265,7 @@ class PrefixTree:
             parent,
             node.key,
             node.ids[:cut],
-            node.pages[: count * PAGE_ID_BYTES],
+            node.pages[: count * ID_BYTES],
             node.start,
             at,
             node.users,
@@ -274,7 +273,7 @@ class PrefixTree:
         )
         parent.children[upper.key] = upper
         node.parent, node.start = upper, at
-        node.ids, node.pages = node.ids[cut:], node.pages[count * PAGE_ID_BYTES :]
+        node.ids, node.pages = node.ids[cut:], node.pages[count * ID_BYTES :]
         node.key = node.ids[: self._page_bytes]
         upper.children[node.key] = node
         return upper

@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 from enum import IntEnum
 
-from proto.messages import Sampling, WorkClass
+from proto.messages import ID_BYTES, Sampling, WorkClass
 from scheduler.prefix import Path
 from scheduler.stops import StopSet
-
-ID_BYTES = 4
 
 
 class State(IntEnum):

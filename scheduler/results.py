@@ -1,4 +1,4 @@
-"""What a step gave: ids into rows, ends found, and rows noted for the detokenizers."""
+"""The results of steps: ids go to their rows, ends are found, and rows are passed on to the detokenizers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from proto.messages import U8, Finish, RejectCode, RowStatus, StepResult, column
+from proto.messages import ID_BYTES, U8, Finish, RejectCode, RowStatus, StepResult, column
 from scheduler.admission import Admission, Refusal
 from scheduler.emit import BareRow, End, Outbound, StepRows
 from scheduler.kv_cache import KvCache
 from scheduler.lifecycle import Lifecycle
 from scheduler.outputs import Index
 from scheduler.pages import I32Array
-from scheduler.request import ID_BYTES, Request
+from scheduler.request import Request
 from scheduler.rows import Mask, Rows, RowView
 
 T = TypeVar("T")
@@ -76,20 +76,20 @@ class Results:
         """Take the result of the step. Raises WorkerError when it does not fit the plan."""
         counts = _counts(flight, result)
         view, keep = self._still_standing(flight, result)
-        self._admission.speed.measured(flight.prefill_tokens, result.device_ns)
+        self._admission.speed.observe(flight.prefill_tokens, result.device_ns)
         generated = 0
         if len(view):
             if counts is None:
                 generated = self._apply_ids(flight, view, keep, result, now)
             else:
                 generated = self._apply_runs(flight, view, keep, counts, result, now)
-        self._admission.thrash.step(generated)
+        self._admission.thrash.observe_step(generated)
         self._lifecycle.counts.generated_tokens += generated
         if flight.bare:
             self._complete_bare(flight, now)
 
     def _still_standing(self, flight: InFlight, result: StepResult) -> tuple[RowView, Mask | None]:
-        """The rows whose result counts, and which those are; None = all."""
+        """Return the rows that still hold their slots, and which of the view they are (None = all)."""
         view, rows = flight.view, self._rows
         keep: Mask | None = None
         if view.departures != rows.departures:
@@ -109,7 +109,7 @@ class Results:
         return view.only(keep), keep
 
     def _fail(self, slot: int) -> None:
-        """This row's logits are not numbers: the request ends alone, and its pages are not to be shared."""
+        """Fail a request whose logits are not finite; what it computed is not shared."""
         rows = self._rows
         request = rows.requests[slot]
         assert request is not None
@@ -120,7 +120,7 @@ class Results:
         self._lifecycle.refuse(request, Refusal(RejectCode.INTERNAL, "", message))
 
     def _apply_ids(self, flight: InFlight, view: RowView, keep: Mask | None, result: StepResult, now: int) -> int:
-        """Take the one id that each row of the view has gained; returns how many these are."""
+        """Apply the one id that each row of the view has gained; returns how many these are."""
         rows, ids = self._rows, column(result.ids)
         if keep is not None:
             ids = ids[keep]
@@ -141,16 +141,16 @@ class Results:
     def _apply_runs(
         self, flight: InFlight, view: RowView, keep: Mask | None, counts: I32Array, result: StepResult, now: int
     ) -> int:
-        """Take the run of ids, 0 or more, that each row of the view has gained; returns how many ids these are.
+        """Apply the run of ids, possibly empty, that each row of the view has gained; returns how many ids these are.
 
-        A stop id ends its row, and what the run has behind it is dropped.
+        A stop id ends its row, and the rest of the run is dropped.
         """
         rows, ids, limits = self._rows, column(result.ids), _padded(flight.limits, len(counts))
         if keep is not None:
             ids, counts, limits = ids[keep.repeat(counts)], counts[keep], limits[keep]
         first = rows.outputs.known.take(view.index)
-        number = np.arange(len(view)).repeat(counts)  # of each id its row
-        place = np.arange(len(ids)) - (counts.cumsum() - counts).repeat(counts)  # in its row's run
+        number = np.arange(len(view)).repeat(counts)  # row of each id
+        place = np.arange(len(ids)) - (counts.cumsum() - counts).repeat(counts)  # of each id in its row's run
         positions = first.take(number) + place
         full = positions + 1 >= rows.max_len.take(view.index.take(number))
         maybe = (full | self._lifecycle.stops.watched.take(ids)).nonzero()[0]
@@ -165,9 +165,9 @@ class Results:
         return len(ids)
 
     def _emit_runs(
-        self, flight: InFlight, view: RowView, keep: Mask | None, runs: "_Runs", result: StepResult, now: int
+        self, flight: InFlight, view: RowView, keep: Mask | None, runs: _Runs, result: StepResult, now: int
     ) -> None:
-        """Note the rows that have gained something for the detokenizers."""
+        """Pass the rows that have gained something on to the detokenizers, and finish those that end."""
         some = runs.counts > 0
         if not some.all():
             runs.drop_empty(some)
@@ -208,10 +208,10 @@ class Results:
         return ends
 
     def _finish_ended(self, out: StepRows, ends: list[_Ended]) -> None:
-        """Let go of the rows that end in this step."""
+        """Finish the requests whose rows end in this step."""
         if not ends:
             return
-        rows, finished = self._rows, self._admission.lengths.finished
+        rows, finished = self._rows, self._admission.lengths.observe_finish
         for end in ends:
             request = end.request
             if end.stop_id >= 0:
@@ -223,7 +223,7 @@ class Results:
         self._lifecycle.finish([end.request for end in ends])
 
     def _complete_bare(self, flight: InFlight, now: int) -> None:
-        """Prefill-only requests of this step are done, unless they were aborted."""
+        """Finish the prefill-only requests of this step that were not aborted."""
         done = [request for request in flight.bare if request.slot >= 0]
         for request in done:
             self._out.add_bare(

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import numpy.typing as npt
 
-from proto.messages import I32, U32, U64, column
+from proto.messages import I32, ID_BYTES, U32, U64, column
 from scheduler.outputs import Index, Outputs
-from scheduler.pages import PAGE_ID_BYTES, I32Array
+from scheduler.pages import I32Array
 from scheduler.request import Request
 
 Mask = npt.NDArray[np.bool_]
@@ -94,7 +94,7 @@ class Rows:
         self.pages = np.zeros((capacity, max_pages), I32)
         self._flat_pages = self.pages.reshape(-1)
         self._page_bytes = self.pages.data.cast("B")
-        self._row_bytes = max_pages * PAGE_ID_BYTES
+        self._row_bytes = max_pages * ID_BYTES
         # A memoryview sets a cell three times as fast as its array does.
         self._cells = [
             column.data
@@ -131,7 +131,7 @@ class Rows:
         prompt_len[slot] = request.prompt_len
         max_len[slot] = request.max_len
         planned[slot] = request.done
-        room[slot] = len(pages) // PAGE_ID_BYTES * self.page_size
+        room[slot] = len(pages) // ID_BYTES * self.page_size
         limits[slot] = self._max_step_ids
         self._rewound_cells[slot] = False
         self.outputs.start_row(slot, request.tokens)
@@ -163,7 +163,7 @@ class Rows:
     def table(self, slot: int) -> bytes:
         """A row's pages, from position 0 on."""
         at = slot * self._row_bytes
-        return bytes(self._page_bytes[at : at + self._room_cells[slot] // self.page_size * PAGE_ID_BYTES])
+        return bytes(self._page_bytes[at : at + self._room_cells[slot] // self.page_size * ID_BYTES])
 
     def computed(self, slots: list[int]) -> list[tuple[bytes, bytes, int]]:
         """Of each row its pages, its ids as far as whole pages of K/V are computed at least, and how many these are.

@@ -16,8 +16,7 @@ import msgspec
 import numpy as np
 
 from proto.ids import StageKind, server_of
-from proto.messages import U32, U64, Admit, Census, Finish, Flush, StageState, StepPlan, WorkClass
-from scheduler.pages import PAGE_ID_BYTES
+from proto.messages import ID_BYTES, U32, U64, Admit, Census, Finish, Flush, StageState, StepPlan, WorkClass
 from scheduler.prefix import Path
 from scheduler.request import State
 from tests.builders import i32, make_facts, make_scheduler_options, make_stage, make_world
@@ -289,7 +288,7 @@ class Fuzz:
         for request in requests:
             path, table = request.path, rows.table(request.slot)
             shared = len(path.pages)
-            assert len(path) * PAGE_ID_BYTES == shared
+            assert len(path) * ID_BYTES == shared
             assert table[:shared] == path.pages
             own += table[shared:]
             users.update(path.nodes)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proto.messages import column
-from scheduler.pages import PAGE_ID_BYTES, PageError, PagePool
+from proto.messages import ID_BYTES, column
+from scheduler.pages import PageError, PagePool
 from scheduler.prefix import Path, PrefixTree
 from tests.builders import i32
 
@@ -225,7 +225,7 @@ def test_a_path_is_not_held_once_its_tip_has_grown() -> None:
     with pytest.raises(PageError, match="matched again"):
         tree.hold(other)
     tree.match(other, ids, 3 * PAGE)
-    assert tree.hold(other) == table[: 2 * PAGE_ID_BYTES]
+    assert tree.hold(other) == table[: 2 * ID_BYTES]
 
 
 @settings(max_examples=60, deadline=None)

@@ -39,22 +39,22 @@ def test_lengths_are_learned_by_class_and_preemption_makes_them_careful() -> Non
     lengths = OutputLengths()
     assert lengths.expect(WorkClass.CHAT, 0, 100) == 100
     for _ in range(500):
-        lengths.finished(WorkClass.CHAT, 20)
+        lengths.observe_finish(WorkClass.CHAT, 20)
     calm = lengths.expect(WorkClass.CHAT, 0, 1000)
     assert 20 <= calm <= 25
     assert lengths.expect(WorkClass.BATCH, 0, 1000) > 200
     for n in range(200):
-        lengths.finished(WorkClass.CHAT, 10 + n % 20)
-    lengths.preempted()
+        lengths.observe_finish(WorkClass.CHAT, 10 + n % 20)
+    lengths.observe_preemption()
     assert lengths.expect(WorkClass.CHAT, 0, 1000) > 21
     assert lengths.expect(WorkClass.CHAT, 400, 1000) > 400
 
 
 def test_prefill_speed_ignores_steps_that_measure_the_launch() -> None:
     speed = PrefillSpeed()
-    speed.measured(1, 10_000_000)
+    speed.observe(1, 10_000_000)
     assert speed.duration(10_000) == 0
-    speed.measured(1000, SECOND)
+    speed.observe(1000, SECOND)
     assert speed.duration(500) == SECOND // 2
 
 
@@ -62,11 +62,11 @@ def test_thrash_takes_headroom_in_proportion() -> None:
     thrash = Thrash()
     assert thrash.headroom(1000) == 0
     for _ in range(1000):
-        thrash.step(64)
-    thrash.recomputed(3000)
+        thrash.observe_step(64)
+    thrash.observe_recompute(3000)
     assert 0.05 < thrash.ratio < 0.15
     assert thrash.headroom(1000) == int(thrash.ratio * 1000)
-    thrash.recomputed(10**9)
+    thrash.observe_recompute(10**9)
     assert thrash.headroom(1000) == 500
 
 
