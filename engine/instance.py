@@ -26,6 +26,7 @@ class StageProcess(TypedDict):
     kind: str
     index: int
     rank: int
+    name: str  # of its inbox, such as worker-0-1
     pid: int
     title: str
 

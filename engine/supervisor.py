@@ -252,6 +252,7 @@ class Supervisor:
                     "kind": stage.address.kind.label,
                     "index": stage.address.index,
                     "rank": stage.address.rank,
+                    "name": str(stage.address),
                     "pid": stage.pid,
                     "title": stage.title,
                 }

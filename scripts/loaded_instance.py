@@ -37,7 +37,7 @@ def make_parser(
 def started(args: argparse.Namespace, flags: Sequence[str]) -> Iterator[tuple[str, dict[str, int]]]:
     """Run an instance; gives its address and the pid of each of its processes by name."""
     with Instance.start(["--model", args.model, "--device", args.device, *flags, *args.serve_flags]) as instance:
-        pids = {f"{stage['kind']}-{stage['index']}": stage["pid"] for stage in instance.stages}
+        pids = {stage["name"]: stage["pid"] for stage in instance.stages}
         yield instance.address, {**pids, "supervisor": instance.pid}
 
 

@@ -186,7 +186,7 @@ def test_the_ring_names_its_limit(tmp_path: Path) -> None:
     assert "The limit is" in done.stdout
     loaded = json.loads(out.read_text())["loaded"]
     assert set(loaded["processes"]) == {
-        *(f"{stage}-0" for stage in ("server", "tokenizer", "scheduler", "worker", "detokenizer")),
+        *("server-0", "tokenizer-0", "scheduler-0", "worker-0-0", "detokenizer-0"),
         "client",
         "supervisor",
     }
