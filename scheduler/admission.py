@@ -1,4 +1,4 @@
-"""Who may enter: what can never run, what would come too late, and what fits now."""
+"""Which requests may run: what never can, what would be too late, and what fits now."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class Refusal:
 
 
 class Admission:
-    """Decides. A request that it looks at has its path matched against the prefix tree, and its pages estimated."""
+    """Decides which requests may run. It matches the paths of those it looks at, and estimates their pages."""
 
     def __init__(
         self, options: SchedulerOptions, facts: WorkerFacts, cache: KvCache, running: Running, budget: int
@@ -37,7 +37,7 @@ class Admission:
         self.thrash = Thrash()
 
     def never(self, admit: Admit) -> Refusal | None:
-        """Why this request could not run on an empty machine, if so."""
+        """Refuse a request that could not run even on an empty machine."""
         prompt = len(admit.prompt_ids) // ID_BYTES
         longest = prompt + admit.max_new_tokens
         if prompt == 0:
@@ -86,7 +86,7 @@ class Admission:
         )
 
     def late(self, request: Request, now: int) -> Refusal | None:
-        """Refusal when the deadline has passed, or comes before a prefill at the measured speed could end."""
+        """Refuse a request whose deadline has passed or comes before its prefill could end at the measured speed."""
         if not request.deadline:
             return None
         left = request.deadline - now
@@ -105,7 +105,7 @@ class Admission:
         )
 
     def pinned(self, request: Request) -> Refusal:
-        """Nothing runs, and yet the request finds too few pages: only pins can hold them."""
+        """Refuse a request that finds too few pages although nothing runs: only pins can hold them."""
         needed, pool = self._cache.pinned_shortage(request)
         return Refusal(
             RejectCode.EXHAUSTED,
@@ -115,11 +115,11 @@ class Admission:
         )
 
     def is_long(self, tokens: int) -> bool:
-        """Whether a prefill of so many uncached tokens takes more than half a step."""
+        """Return whether a prefill of so many uncached tokens takes more than half a step."""
         return tokens > self._long_tokens
 
     def obstacle(self, request: Request, budget: int, now: int) -> Obstacle | None:
-        """What keeps a waiting request out of this step, which has room for `budget` more tokens."""
+        """Return what keeps a waiting request out of this step, which has room for `budget` more tokens."""
         uncached = self._cache.match(request)
         if request.deadline and self.late(request, now) is not None:
             return Obstacle.LATE

@@ -28,7 +28,7 @@ class End(msgspec.Struct):
 
 @dataclass(slots=True)
 class StepRows:
-    """Rows of one result that count, in order; columns parallel to the view's."""
+    """The valid rows of one result, in order; columns are parallel to the view."""
 
     step: int
     view: RowView
@@ -42,7 +42,7 @@ class StepRows:
 
 @dataclass(slots=True)
 class BareRow:
-    """The end of a request that this step gave no token."""
+    """The end of a request that got no token in this step."""
 
     request: Request
     end: End
@@ -72,11 +72,11 @@ class Outbound:
         self._bare[row.request.detokenizer].append(row)
 
     def close(self, request: Request) -> None:
-        """The detokenizer has this request open and gets no end for it."""
+        """Tell the detokenizer to forget a request that it has open and that gets no end."""
         self._closed[request.detokenizer].append((request.rid, request.attempt))
 
     def build(self, detokenizers: int) -> list[Outgoing]:
-        """The messages of everything since the last call."""
+        """Build the messages of everything since the last call."""
         built: list[Outgoing] = []
         for rows in self._steps:
             if detokenizers == 1:
@@ -119,7 +119,7 @@ def _emit(rows: StepRows) -> Emit:
 
 
 def _end_columns(ends: list[End], count: int) -> tuple[bytes, bytes, bytes]:
-    """finishes, matched and matched_eos; the latter two are empty when nothing matched."""
+    """Return the columns finishes, matched and matched_eos; the latter two are empty when nothing matched."""
     finishes = bytearray(count)
     stops = []
     for end in ends:
@@ -137,7 +137,7 @@ def _end_columns(ends: list[End], count: int) -> tuple[bytes, bytes, bytes]:
 
 
 def _split(rows: StepRows) -> list[tuple[int, StepRows]]:
-    """A step's rows by detokenizer, row numbers made anew."""
+    """Split a step's rows by detokenizer, and renumber them."""
     parts = []
     for index in np.unique(rows.view.detokenizers).tolist():
         mask = rows.view.detokenizers == index

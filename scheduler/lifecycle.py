@@ -75,7 +75,7 @@ class Lifecycle:
     # ---------------------------------------------------------------- in
 
     def admit(self, admit: Admit, detokenizer: int, step: int, now: int) -> None:
-        """Queue a request, say at once why not, or tell that it has all its output already."""
+        """Queue a request, or refuse it, or report the end of one that has all its output already."""
         refusal = self._admission.never(admit) or self._admission.queue_full(len(self._queues), self._queues.tokens)
         if refusal is not None:
             self.reject(admit.rid, admit.attempt, refusal)
@@ -129,7 +129,7 @@ class Lifecycle:
             heapq.heappush(self._deadlines, (request.deadline, request.rid, request.attempt))
 
     def preempt(self, request: Request) -> None:
-        """Back to the queue with all that is known; what is in flight for it will be dropped."""
+        """Send a request back to the queue with all its known ids; results in flight for it will be dropped."""
         request.adopt_ids(self._rows.known_ids(request.slot))
         # What a prefill has planned is in the tree already.
         self._running.release_slots([request], keep=request.state is State.DECODE)
@@ -139,7 +139,7 @@ class Lifecycle:
         self._admission.lengths.observe_preemption()
 
     def first_opening(self, request: Request, now: int) -> tuple[bytes, Timing] | None:
-        """What goes with a request's first Emit; None afterwards."""
+        """Return what goes with a request's first Emit; None afterwards."""
         if request.opened:
             return None
         request.mark_opened()
@@ -153,14 +153,14 @@ class Lifecycle:
     # ---------------------------------------------------------------- out
 
     def finish(self, done: list[Request]) -> None:
-        """Their ends are on their way to the detokenizers; slots and pages come back."""
+        """Release the slots and pages of requests whose ends are on their way to the detokenizers."""
         self._running.release_slots(done, keep=True)
         for request in done:
             self._forget(request)
         self.counts.finished += len(done)
 
     def drop(self, request: Request) -> None:
-        """Free all that a request holds, in whatever state it is; nobody waits for its end."""
+        """Free all that a request holds, whatever its state; nobody waits for its end."""
         if request.ticket:
             self._queues.remove(request)
         elif request.slot >= 0:
@@ -170,7 +170,7 @@ class Lifecycle:
         self._forget(request)
 
     def refuse(self, request: Request, refusal: Refusal) -> None:
-        """A request that was accepted ends with a Reject."""
+        """End an accepted request with a Reject."""
         self.drop(request)
         self.reject(request.rid, request.attempt, refusal)
 
@@ -187,7 +187,7 @@ class Lifecycle:
         self._out.send_to_server(rid, reject)
 
     def expire(self, now: int) -> None:
-        """Refuse waiting requests whose deadline has passed. Running ones are the server's to abort."""
+        """Refuse waiting requests whose deadline has passed. Running ones are left to the server to abort."""
         while self._deadlines and self._deadlines[0][0] <= now:
             request = self._waits(*heapq.heappop(self._deadlines)[1:])
             if request is None:
@@ -197,7 +197,7 @@ class Lifecycle:
             self.refuse(request, refusal)
 
     def _waits(self, rid: int, attempt: int) -> Request | None:
-        """The request, if it is in the queue."""
+        """Return the request if it is in the queue."""
         request = self._registry.requests.get(rid)
         return request if request is not None and request.attempt == attempt and request.ticket else None
 
@@ -208,7 +208,7 @@ class Lifecycle:
 
 
 def _end_of_output(request: Request) -> End | None:
-    """The end of a continuation that has all its output already: only its end was lost."""
+    """Return the end of a continuation that has all its output already, when only its end was lost."""
     if not request.resumed:
         return None
     last = int.from_bytes(request.ids[-ID_BYTES:], "little")

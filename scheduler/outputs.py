@@ -1,4 +1,4 @@
-"""Ids that rows generated since they were placed, by slot, and how many ids of each row are known."""
+"""The ids that rows have generated since they were placed, by slot, and how many ids of each row are known."""
 
 import mmap
 
@@ -18,7 +18,7 @@ _LAZY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 
 
 class Outputs:
-    """One array for all slots, each with room for the longest row; the system gives it memory where it is written.
+    """One array for all slots, each with room for the longest row; memory is committed only where it is written.
 
     Slots lie pages apart, so that writing one id to each of a thousand costs as much as all else in a step. So the ids
     of rows that stay together are collected for some steps and written at once, before they are read.
@@ -39,7 +39,7 @@ class Outputs:
 
     @property
     def known(self) -> I32Array:
-        """Ids of each slot that results have brought, or that it was placed with. Not to be written."""
+        """Number of known ids by slot: those it was placed with and those results have brought (read-only)."""
         self.settle()
         return self._known
 
@@ -48,7 +48,7 @@ class Outputs:
         self._origin_cells[slot] = slot * self._slot_bytes // ID_BYTES - tokens
 
     def clear_row(self, slot: int, longest: int) -> None:
-        """A row of at most so many generated ids goes, and nothing is collected of it any more."""
+        """Return the memory of a row that could generate `longest` ids; nothing may be collected for it any more."""
         if longest * ID_BYTES > _KEPT:
             self._memory.madvise(mmap.MADV_DONTNEED, slot * self._slot_bytes, self._slot_bytes)
 
@@ -63,7 +63,7 @@ class Outputs:
         return self._first + np.int32(steps) if steps else self._first
 
     def append_runs(self, index: Index, counts: I32Array, ids: I32Array) -> None:
-        """Append `counts` ids to each row with these slots; `ids` has them row after row."""
+        """Append `counts` ids to the row in each slot; `ids` holds them row after row."""
         self.settle()
         known = self._known.take(index)
         begins = counts.cumsum() - counts
@@ -72,13 +72,13 @@ class Outputs:
         self._known[index] = known + counts
 
     def generated(self, slot: int) -> bytes:
-        """Ids of a row since it was placed."""
+        """Return the ids that a row has generated since it was placed."""
         self.settle()
         begin, end = slot * self._slot_bytes, (self._origin_cells[slot] + self._known_cells[slot]) * ID_BYTES
         return self._memory[begin:end]
 
     def settle(self) -> None:
-        """Write what is collected."""
+        """Write the collected ids."""
         steps, index = len(self._collected), self._index
         if not steps:
             return

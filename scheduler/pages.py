@@ -16,7 +16,7 @@ I32Array = npt.NDArray[np.int32]
 
 
 def rank_among_equals(values: I32Array) -> I32Array:
-    """Return for each element how many equal ones stand before it."""
+    """Return for each element the number of equal ones before it."""
     order = values.argsort(kind="stable")
     ordered = values[order]
     begins = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
@@ -30,7 +30,7 @@ class PageError(RuntimeError):
 
 
 class PagePool:
-    """The stack of free pages, of the ids 0..num_pages-1. `on_release` is told of pages that become free."""
+    """The stack of free pages, with ids 0..num_pages-1. `on_release` is called with pages that become free."""
 
     def __init__(
         self, num_pages: int, page_size: int, on_release: Callable[[bytes], None] = lambda pages: None
@@ -44,7 +44,7 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that an allocation can get: free ones, and idle ones by eviction."""
+        """Pages that can be allocated: free ones, and idle ones by eviction."""
         return self.free + self.idle
 
     @property
@@ -52,7 +52,7 @@ class PagePool:
         return self.num_pages - self.free - self.idle
 
     def pages_of(self, tokens: int) -> int:
-        """Pages that hold this many tokens."""
+        """Return the number of pages that hold this many tokens."""
         return -(-tokens // self.page_size)
 
     def pop(self, count: int) -> bytes:
@@ -76,7 +76,7 @@ class PagePool:
         self._on_release(pages)
 
     def check(self, taken: bytes) -> None:
-        """Raise PageError unless every page is either free or once among those taken. O(pages), for tests."""
+        """Raise PageError unless every page is either free or exactly once among those taken. O(pages), for tests."""
         seen = np.bincount(column(bytes(self._stack) + taken), minlength=self.num_pages)
         if seen.size > self.num_pages or (seen != 1).any():
             raise PageError(

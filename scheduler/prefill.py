@@ -15,7 +15,7 @@ _RESCAN_STEPS = 32  # steps after which a queue that found no pages is looked at
 
 
 class PrefillShare:
-    """What one step prefills."""
+    """The prefill of one step."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget  # tokens left
@@ -97,7 +97,7 @@ class PrefillPlanner:
         self._stuck = self._circumstances(step) if blocked and not share.admits else None
 
     def _circumstances(self, step: int) -> tuple[int, int, int, int]:
-        """While these are the same, a scan that was in vain for want of pages would be so again."""
+        """Return what must change before a scan that failed for want of pages can succeed."""
         return self._rows.departures, self._queues.tickets, len(self._running.prefills), step // _RESCAN_STEPS
 
     def _place(self, request: Request, share: PrefillShare, now: int) -> None:

@@ -21,7 +21,7 @@ _BATCH_PART = 256  # of the pool, evicted at once: the few cached pages that go 
 
 
 class Node(msgspec.Struct, eq=False):
-    """Pages start..end of all paths through it. A split leaves the node with the lower part."""
+    """Pages start..end of all paths through it. When it is split, the node keeps the lower part."""
 
     parent: "Node | None"  # None: the root
     key: bytes  # among the parent's children
@@ -55,7 +55,7 @@ class Path:
 
     @property
     def nodes(self) -> Iterator[Node]:
-        """From the tip up."""
+        """The nodes of the path, from the tip up."""
         node = self.tip
         while node is not None and node.parent is not None:
             yield node
@@ -70,7 +70,7 @@ class Path:
 
     @property
     def idle_pages(self) -> int:
-        """Pages that nobody uses."""
+        """Number of its pages that nobody uses."""
         idle, node = 0, self.tip
         while node is not None and node.parent is not None and not node.users:
             idle += node.end - node.start
@@ -79,7 +79,7 @@ class Path:
 
     @property
     def own_pages(self) -> int:
-        """Pages that only the row which holds this path uses."""
+        """Number of its pages that only the row which holds it uses."""
         own = 0
         for node in self.nodes:
             if node.users > 1:
@@ -89,7 +89,7 @@ class Path:
 
 
 class PrefixTree:
-    """Match, insert and evict pages of one pool. With `enabled` false it stays empty."""
+    """Matches, inserts and evicts pages of one pool. With `enabled` false it stays empty."""
 
     def __init__(self, pool: PagePool, enabled: bool = True) -> None:
         self.pool = pool
@@ -107,7 +107,7 @@ class PrefixTree:
         self._bared: list[tuple[int, int, Node]] = []
 
     def match(self, path: Path, ids: bytes, tokens: int) -> None:
-        """Make `path` the longest cached one of whole pages of the first `tokens` ids.
+        """Make `path` the longest cached path over whole pages of the first `tokens` ids.
 
         Resumes from where the path still stands, so that a second look costs O(what changed).
         """
@@ -127,7 +127,7 @@ class PrefixTree:
         path.detached = False
 
     def extend(self, path: Path, ids: bytes, table: bytes, end: int) -> None:
-        """Enter pages of a running row (from its page table), from the path's tip up to page number `end`.
+        """Insert pages of a running row (from its page table), from the path's tip up to page number `end`.
 
         Where the tree has an equal page already, the row stops: it does not use that page, so what it adds below
         could outlive its parent.
@@ -142,7 +142,7 @@ class PrefixTree:
         path.length = end
 
     def known_below(self, path: Path, ids: bytes, end: int) -> bytes:
-        """The pages that continue a path by these ids, up to page number `end`, as far as the tree has them."""
+        """Return the cached pages that continue a path by these ids, up to page number `end`."""
         tip = path.tip or self._root
         node, found = self._descend(tip, path, ids, end), []
         while node is not tip:
@@ -152,7 +152,7 @@ class PrefixTree:
         return b"".join(found[::-1])
 
     def hold(self, path: Path) -> bytes:
-        """Use the pages of a path that was matched just now, until `release_row` or `unpin`; returns them.
+        """Use the pages of a path that was just matched, until `release_row` or `unpin`; returns them.
 
         Raises PageError when its tip has changed since.
         """
@@ -165,7 +165,7 @@ class PrefixTree:
         return path.pages
 
     def release_row(self, path: Path, table: bytes, ids: bytes = b"", end: int = 0) -> None:
-        """A row gives up its path and the further pages of its page table.
+        """Release a row's path and the other pages of its page table.
 
         Its pages up to number `end`, of these `ids`, enter the tree, where it has no equal ones; others are free.
         """
@@ -188,7 +188,7 @@ class PrefixTree:
         self._release(path)
 
     def forget(self, path: Path) -> None:
-        """Take the pages that only this path's row uses out of the tree: their content is not to be trusted."""
+        """Remove the pages that only this path's row uses from the tree: their content cannot be trusted."""
         node = path.tip or self._root
         while node.parent is not None and node.users == 1 and not node.children:
             node = self._remove(node)
@@ -196,7 +196,7 @@ class PrefixTree:
         path.detached = True
 
     def allocate(self, count: int) -> bytes:
-        """Pages for a row; evicts idle ones when too few are free. Raises PageError beyond `available`."""
+        """Allocate pages for a row, evicting idle ones when too few are free. Raises PageError beyond `available`."""
         pool = self.pool
         short = count - pool.free
         if short > 0:
@@ -212,7 +212,7 @@ class PrefixTree:
     # ---------------------------------------------------------------- nodes
 
     def _key(self, node: Node, path: Path, ids: bytes) -> bytes:
-        """The key of the child of `node` that continues with these ids, which go on for a page at least."""
+        """Return the key of the child of `node` that continues with these ids, at least one page of which follow."""
         at = node.end * self._page_bytes
         if at:
             return ids[at : at + self._page_bytes]
@@ -222,7 +222,7 @@ class PrefixTree:
         return key
 
     def _descend(self, node: Node, path: Path, ids: bytes, limit: int) -> Node:
-        """The node below this one that ends where the tree stops to agree with the ids, `limit` pages at most."""
+        """Return the node below this one that ends where tree and ids part, at page number `limit` at the latest."""
         size = self._page_bytes
         while node.end < limit:
             child = node.children.get(self._key(node, path, ids))
@@ -238,7 +238,7 @@ class PrefixTree:
         return node
 
     def _add(self, node: Node, path: Path, ids: bytes, table: bytes, end: int, users: int) -> Node:
-        """Continue a node by pages of a row's table up to `end`; returns the node that has them."""
+        """Extend a node by pages of a row's table up to `end`; returns the node that has them."""
         size, start = self._page_bytes, node.end
         run = ids[start * size : end * size]
         pages = table[start * ID_BYTES : end * ID_BYTES]
@@ -279,7 +279,7 @@ class PrefixTree:
         return upper
 
     def _release(self, path: Path) -> None:
-        """One user less of each node of a path."""
+        """Remove one user from each node of a path."""
         tip = node = path.tip or self._root
         while node.parent is not None:
             node.users -= 1
@@ -293,7 +293,7 @@ class PrefixTree:
             self._note_leaf(tip)
 
     def _note_leaf(self, node: Node) -> None:
-        """Note an idle leaf that was last used just now."""
+        """Record an idle leaf that was last used just now."""
         leaves = self._leaves
         leaves.append((node.last_use, node))
         if len(leaves) > 2 * self.cached + _COMPACT_SLACK:
@@ -301,11 +301,11 @@ class PrefixTree:
 
     @staticmethod
     def _is_idle_leaf(node: Node, last_use: int) -> bool:
-        """Whether an entry is still true."""
+        """Return whether an entry is still valid."""
         return node.alive and not node.users and not node.children and node.last_use == last_use
 
     def _oldest_leaf(self) -> Node | None:
-        """Take the idle leaf that was used least recently out of the lists."""
+        """Remove the least recently used idle leaf from the lists and return it."""
         leaves, bared = self._leaves, self._bared
         while leaves or bared:
             if bared and (not leaves or bared[0][0] <= leaves[0][0]):
@@ -317,7 +317,7 @@ class PrefixTree:
         return None
 
     def _evict(self, count: int) -> None:
-        """Free at least so many idle pages: whole leaves, unless they are longer than a batch."""
+        """Free at least `count` idle pages: whole leaves, unless they are longer than a batch."""
         left = count
         gone: list[bytes] = []
         while left > 0:
@@ -339,7 +339,7 @@ class PrefixTree:
         self.pool.release(b"".join(gone))
 
     def _remove(self, node: Node) -> Node:
-        """Take a leaf out of the tree; returns its parent. Its pages are the caller's."""
+        """Remove a leaf from the tree and return its parent. Its pages are left to the caller."""
         parent = node.parent
         assert parent is not None
         del parent.children[node.key]
@@ -348,7 +348,7 @@ class PrefixTree:
         return parent
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes, parents before their children. For tests."""
+        """Yield all nodes, parents before their children. For tests."""
         waiting = list(self._root.children.values())
         while waiting:
             node = waiting.pop()
@@ -356,7 +356,7 @@ class PrefixTree:
             waiting += node.children.values()
 
     def check(self, own: bytes) -> None:
-        """Raise PageError unless the tree agrees with itself and the pool, given rows' own pages. For tests."""
+        """Raise PageError unless the tree agrees with itself and the pool, given the rows' own pages. For tests."""
         nodes = list(self.nodes())
         self.pool.check(own + b"".join(node.pages for node in nodes))
         idle = sum(node.end - node.start for node in nodes if not node.users)

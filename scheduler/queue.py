@@ -52,7 +52,7 @@ class Lane:
             heapq.heappush(self.heap, self._passed.pop())
 
     def mark_stale(self) -> None:
-        """One of the entries has become stale."""
+        """Count an entry that has become stale."""
         self._stale += 1
         if self._stale > len(self.heap) // 2 + _COMPACT_SLACK:
             self.heap = [entry for entry in self.heap if entry[2].ticket == entry[1]]
@@ -61,7 +61,7 @@ class Lane:
 
 
 class Queues:
-    """All waiting requests. A *scan* walks the heads, best first, taking some and passing others by."""
+    """All waiting requests. A *scan* walks the heads, best first, and takes some and passes others by."""
 
     def __init__(self) -> None:
         self._lanes = [(Lane(), Lane()) for _ in WorkClass]  # short and long
@@ -89,20 +89,20 @@ class Queues:
         self._lane(request).add(request)
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it waits."""
+        """Remove a request, wherever it waits."""
         self._forget(request)
         self._lane(request).mark_stale()
 
     def account_prefill(self, work_class: int, tokens: int) -> None:
-        """Account prefilled tokens to a class."""
+        """Charge prefilled tokens to a class."""
         self._served[work_class] += tokens / _WEIGHTS[work_class]
 
     def rank(self, work_class: int, oldest: int, now: int) -> float:
-        """What is served next has the lowest rank. `oldest` is the arrival of the class's oldest request."""
+        """Return a class's rank; the lowest is served next. `oldest` is the arrival of its oldest request."""
         return self._served[work_class] - AGE_CREDIT * max(now - oldest, 0) / 1e9
 
     def best(self, now: int) -> Request | None:
-        """The head to look at next, among those not yet passed in this scan."""
+        """Return the head to look at next, among those not yet passed by in this scan."""
         best: Request | None = None
         best_rank = math.inf
         for work_class, (short, long) in enumerate(self._lanes):
@@ -123,7 +123,7 @@ class Queues:
         return best
 
     def pop_best(self, request: Request) -> None:
-        """Take the best head out of the queue: it gets a slot."""
+        """Remove the best head, which gets a slot."""
         heapq.heappop(self._lane(request).heap)
         self._forget(request)
         served = self._served[request.work_class]
@@ -131,7 +131,7 @@ class Queues:
             self._virtual_now = served
 
     def pass_by(self, request: Request) -> None:
-        """The best head stays, and the scan goes on behind it."""
+        """Leave the best head in place and go on behind it."""
         self._lane(request).pass_by()
 
     def end_scan(self) -> None:

@@ -1,4 +1,4 @@
-"""Which requests are here, which were aborted before they came, and which servers still want theirs."""
+"""The live requests, the aborted ones that have yet to arrive, and the servers that are alive."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class ServerLife:
     dead: bool
 
     def disowns(self, rid: int) -> bool:
-        """Whether the process of this server that sent the request has ended."""
+        """Return whether the server process that sent the request has ended."""
         made_by = server_incarnation_of(rid)
         return made_by < self.incarnation or (self.dead and made_by == self.incarnation)
 
@@ -31,7 +31,7 @@ class Registry:
         self._census_times: dict[int, int] = {}  # server → ns of the census before
 
     def add_tombstone(self, rid: int, attempt: int) -> None:
-        """Attempts up to this one will not run when they come."""
+        """Remember that attempts up to this one must not run when they arrive."""
         attempt = max(attempt, self._tombstones.pop(rid, -1))
         self._tombstones[rid] = attempt
         if len(self._tombstones) > _MAX_TOMBSTONES:
@@ -45,7 +45,7 @@ class Registry:
         return life is not None and life.disowns(rid)
 
     def adopt_world(self, world: World) -> list[Request]:
-        """Adopt who lives; returns the requests whose server has died."""
+        """Record which servers are alive; returns the requests whose server has died."""
         changed = False
         for info in world.stages:
             if info.address.kind is not StageKind.SERVER:
@@ -59,7 +59,7 @@ class Registry:
         return [request for request in self.requests.values() if self.is_disowned(request.rid)]
 
     def census(self, census: Census, now: int) -> tuple[list[tuple[int, int]], list[Request]]:
-        """Compare with what a server holds to be here.
+        """Compare the live requests with those that a server believes to be here.
 
         Returns the listed (rid, attempt) that are unknown here, and the requests that have been missing from
         three of its censuses in a row. One that came after the census before does not count as missing: the

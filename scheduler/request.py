@@ -61,12 +61,12 @@ class Request:
     # ---------------------------------------------------------------- what happens to it
 
     def adopt_ids(self, ids: bytes) -> None:
-        """These are all its ids that are known by now."""
+        """Set all ids that are known by now."""
         self.ids = ids
         self.tokens = len(ids) // ID_BYTES
 
     def queue(self, ticket: int, order: int) -> None:
-        """It waits, with this ticket of the queue and this virtual arrival."""
+        """Enter the queue, with this ticket and this virtual arrival."""
         self.state = State.QUEUED
         self.ticket = ticket
         self.order = order
@@ -81,11 +81,11 @@ class Request:
         self.long = long
 
     def expect_pages(self, pages: int) -> None:
-        """It will hold so many pages at its end, as far as can be told when it is placed."""
+        """Set the pages that it will hold at its end, as estimated when it is placed."""
         self.expected_pages = pages
 
     def enter_slot(self, slot: int, hit_pages: int, page_size: int) -> None:
-        """It has a slot, and the K/V of its first ids in pages that were hit."""
+        """Enter a slot, with the K/V of its first ids in pages that were hit."""
         self.state = State.PREFILL
         self.slot = slot
         self.hit_pages = hit_pages
@@ -93,7 +93,7 @@ class Request:
         self.overtaken = 0
 
     def plan_chunk(self, tokens: int) -> None:
-        """Its next ids are in a plan."""
+        """Count its next ids as planned."""
         self.done += tokens
 
     def note_first_schedule(self, now: int, cached_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Columns over slots: all that a step changes of every row, and nothing that it does not."""
+"""Columns over slots: whatever a step changes in every row, and nothing else."""
 
 import itertools
 
@@ -66,7 +66,7 @@ class RowView:
 
 
 class Rows:
-    """State of every slot, and the ids that rows generated.
+    """The state of every slot, and the ids that rows have generated.
 
     `planned` counts ids whose K/V are in the cache once all planned steps have run; `outputs.known` those that results
     have brought. A decode step feeds the id at position `planned` and samples the next one.
@@ -121,7 +121,7 @@ class Rows:
         self._steady_planned = self._planned[:0]
 
     def fill_slot(self, request: Request, pages: bytes) -> int:
-        """Put a request into a slot, with pages for all its known ids, of which the first are its matched path's."""
+        """Put a request into a slot with pages for all its known ids; the first pages are those of its matched path."""
         slot = self.free.pop()
         request.enter_slot(slot, request.path.length, self.page_size)
         rid, attempt, detokenizer, prompt_len, max_len, planned, room, limits = self._cells
@@ -141,7 +141,7 @@ class Rows:
         return slot
 
     def clear_slots(self, slots: list[int]) -> None:
-        """Empty these slots. Results on their way no longer count."""
+        """Empty these slots. Results in flight for them no longer count."""
         self._settle()
         self.outputs.settle()
         self.departures += 1
@@ -157,16 +157,17 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """Rows that hold a slot."""
+        """Number of rows that hold a slot."""
         return self.capacity - len(self.free)
 
     def table(self, slot: int) -> bytes:
-        """A row's pages, from position 0 on."""
+        """Return a row's pages, from position 0 on."""
         at = slot * self._row_bytes
         return bytes(self._page_bytes[at : at + self._room_cells[slot] // self.page_size * ID_BYTES])
 
     def computed(self, slots: list[int]) -> list[tuple[bytes, bytes, int]]:
-        """Of each row its pages, its ids as far as whole pages of K/V are computed at least, and how many these are.
+        """Return for each row its pages, its ids at least up to the last whole page of computed K/V, and the number of
+        such pages.
 
         The newest id's K/V are not computed yet.
         """
@@ -180,7 +181,7 @@ class Rows:
         return columns
 
     def lacking_page(self, view: RowView) -> I32Array:
-        """Slots of rows whose next id begins a page that they do not have yet."""
+        """Return the slots of rows whose next id begins a page that they do not have yet."""
         if self._steady is None or view.version != self._steady.version:
             self._settle()
             self._steady = view
@@ -189,13 +190,13 @@ class Rows:
         return lacking
 
     def lacking_pages(self, view: RowView, limits: I32Array) -> I32Array:
-        """Slots of rows that lack pages for their next `limits` ids, each as often as it lacks one."""
+        """Return the slots of rows that lack pages for their next `limits` ids, once for each page lacked."""
         beyond = self.planned.take(view.index) + limits - self.room.take(view.index)
         lacking: I32Array = view.slots.repeat(np.maximum(-(-beyond // self.page_size), 0))
         return lacking
 
     def append_pages(self, slots: I32Array, pages: I32Array, ranks: I32Array | None) -> None:
-        """One more page for each of these rows; `ranks`: how many the same slot gets before it, where not none."""
+        """Give each of these rows one more page; `ranks` counts those before it for the same slot (None: 0 each)."""
         index = slots.astype(np.intp)
         room = self.room.take(index)
         if ranks is not None:
@@ -205,24 +206,24 @@ class Rows:
         self.room[index] = room + self.page_size
 
     def in_flight(self, view: RowView) -> I32Array:
-        """Ids that each row may yet gain from steps in flight."""
+        """Return how many ids each row may yet gain from steps in flight."""
         ahead: I32Array = self.planned.take(view.index) - self.outputs.known.take(view.index) + np.int32(1)
         return ahead
 
     def step_limits(self, view: RowView) -> I32Array:
-        """Ids that each row may gain in the next step; speculative rows have nothing in flight."""
+        """Return how many ids each row may gain in the next step; speculative ones have nothing in flight."""
         left = self.max_len.take(view.index) - self.outputs.known.take(view.index)
         limits: I32Array = np.minimum(self.limits.take(view.index), left)
         return limits
 
     def plan_ids(self, view: RowView, limits: I32Array) -> I32Array:
-        """Up to `limits` more ids of each row are planned; returns how many are, in the order of the rows."""
+        """Count up to `limits` more ids of each row as planned; returns the counts in the order of the rows."""
         planned: I32Array = self.planned.take(view.index) + limits
         self._planned[view.index] = planned
         return planned
 
     def append_runs(self, view: RowView, limits: I32Array, counts: I32Array, ids: I32Array) -> None:
-        """Append `counts` ids to each row, of the `limits` that its step could give."""
+        """Append `counts` ids to each row; its step could have given it `limits`."""
         self.outputs.append_runs(view.index, counts, ids)
         speculative = limits > 1
         index = view.index.compress(speculative)
@@ -230,13 +231,13 @@ class Rows:
         self._rewound[index] = (counts < limits).compress(speculative)
 
     def drain_rewinds(self, view: RowView) -> bytes:
-        """Slots of this view whose place the worker must be told, with the position that they compute next (int32)."""
+        """Return pairs (int32): slots that gained less than the worker assumes, and the position they compute next."""
         index = view.index.compress(self._rewound.take(view.index))
         self._rewound[index] = False
         return np.stack([index, self.planned.take(index)], axis=1).astype(I32).tobytes()
 
     def decoded(self, view: RowView) -> I32Array:
-        """One more id of each row is planned; returns how many are, in the order of the rows. Not to be written."""
+        """Count one more id of each row as planned; returns the counts in the order of the rows (read-only)."""
         if self._steady is not None and view.version == self._steady.version:
             self._steady_planned += 1
             return self._steady_planned
@@ -246,17 +247,17 @@ class Rows:
         return planned
 
     def set_planned(self, slot: int, planned: int) -> None:
-        """So many ids of a row that prefills are planned."""
+        """Set the planned ids of a row that prefills."""
         self._planned_cells[slot] = planned
 
     @property
     def planned(self) -> I32Array:
-        """Number of planned ids by slot. Written here only."""
+        """Planned ids by slot (read-only)."""
         self._settle()
         return self._planned
 
     def _settle(self) -> None:
-        """Write the planned counts that are kept in the order of rows to where they belong."""
+        """Write the planned counts that are kept in the order of the rows to their slots."""
         if self._steady is not None:
             self._planned[self._steady.index] = self._steady_planned
             self._steady = None
@@ -266,7 +267,7 @@ class Rows:
         return RowView(slots, index, self.generation.take(index), self.departures)
 
     def identify(self, view: RowView) -> None:
-        """Look up whose rows these are; all of them must still stand."""
+        """Look up which requests these rows belong to; all of them must still hold their slots."""
         if view.identified:
             return
         index = view.index
@@ -278,7 +279,7 @@ class Rows:
         view.identified = True
 
     def known_ids(self, slot: int) -> bytes:
-        """All ids of a row: what it was queued with, and what it generated since."""
+        """Return all ids of a row: those it was queued with and those it has generated since."""
         request = self.requests[slot]
         assert request is not None
         return request.ids + self.outputs.generated(slot)

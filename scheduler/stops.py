@@ -29,12 +29,12 @@ class StopTable:
         self._sets: dict[tuple[bytes, int], StopSet] = {}
 
     def find(self, stop_ids: bytes, num_eos: int) -> StopSet:
-        """The set of these ids (int32 bytes, of which the first num_eos are EOS ids), to be shared once acquired."""
+        """Return the set of these ids (int32; the first num_eos are EOS ids), which is shared once acquired."""
         key = (stop_ids, num_eos)
         return self._sets.get(key) or StopSet(key)
 
     def acquire(self, stops: StopSet) -> None:
-        """One more live request stops at these."""
+        """Count one more live request that stops at these."""
         if not stops.requests:
             self._sets[stops.key] = stops
             self._watch(stops, 1)

@@ -26,7 +26,7 @@ _AGES = 1 << 24  # more than pages of a row: room between two ticks of the clock
 
 
 class Window:
-    """Who holds which page of group 1. Kept by `WindowedKvCache`, which has the rows and the tree."""
+    """Which row holds which page of group 1. Driven by `WindowedKvCache`, which has the rows and the tree."""
 
     def __init__(self, facts: WorkerFacts, capacity: int) -> None:
         self.pool = PagePool(facts.window_pages, facts.page_size)
@@ -50,8 +50,11 @@ class Window:
         self._appended: list[tuple[I32Array, I32Array]] = []  # slots and pages that the next plan is to name
 
     def _full_pool(self, facts: WorkerFacts, capacity: int, max_pages: int) -> PagePool:
-        """Virtual pages suffice for the longest rows that can hold all of group 1, and as much for what is cached, up
-        to what all slots can hold and two cached pages for each of group 1."""
+        """Make the pool of group 0.
+
+        Virtual pages suffice for the longest rows that group 1 can hold and as many cached ones, but are no more than
+        all slots can hold and two cached pages for each page of group 1.
+        """
         pages = facts.num_pages
         if self.virtual:
             pages_each = -(-max_pages // (self.reach + 1))  # of group 0 for one of group 1
@@ -62,15 +65,15 @@ class Window:
     # ---------------------------------------------------------------- what fits
 
     def least(self, pages: int) -> int:
-        """Pages that a row must be able to hold at once in order to reach so many."""
+        """Return how many pages a row must be able to hold at once in order to reach so many."""
         return min(pages, self.reach + 1)
 
     def plateau(self, pages: int) -> int:
-        """Pages that a row which is expected to reach so many will hold at its end: the newest may hold one id."""
+        """Return how many pages a row holds that has reached so many; the newest may hold one id."""
         return min(pages, self.reach + 2)
 
     def hit_length(self, path: bytes) -> int:
-        """How many pages of a path of group 0 can be hit: the most before which all that is in the window is there."""
+        """Return how many pages of a path of group 0 can be hit: the most whose windows still have all their pages."""
         pages = column(path)
         absent = np.flatnonzero(self._paired.take(pages) == _NOBODY)
         if not absent.size or (absent[-1] < pages.size - self.reach):
@@ -82,7 +85,7 @@ class Window:
         return int(edges[1:][enough][-1])
 
     def hit_pages(self, path: bytes) -> tuple[int, int]:
-        """Of a hit of these pages: those in use, and those idle."""
+        """Return how many pages of group 1 a hit of these pages takes that are in use, and how many that are idle."""
         pages = self._paired.take(column(path)[-self.reach :]) if self.reach else column(b"")
         used = int(np.count_nonzero(self._users.take(pages)))
         return used, pages.size - used
@@ -90,8 +93,8 @@ class Window:
     # ---------------------------------------------------------------- rows
 
     def start_row(self, slot: int, path: bytes, expected: int) -> bytes:
-        """A row begins behind a hit of these pages of group 0, and is expected to end with so many; returns what it
-        holds of the hit."""
+        """Start a row behind a hit of these pages of group 0 that is expected to end with so many; returns the pages of
+        group 1 that it holds of the hit."""
         self.committed += self.plateau(expected)
         hits = column(path)
         self.end[slot] = end = hits.size
@@ -105,7 +108,7 @@ class Window:
         return pages.tobytes()
 
     def extend_row(self, slot: int, table: I32Array, done: int, tokens: int) -> int:
-        """Pages for the next `tokens` ids from `done` on, or for as many as there are pages for; returns how many.
+        """Allocate pages for the next `tokens` ids from `done` on, or for as many as possible; returns for how many.
 
         `table` has the row's pages of group 0.
         """
@@ -129,20 +132,20 @@ class Window:
         self._appended.append((slots, pages))
 
     def slide(self, slots: I32Array, next_ids: I32Array) -> None:
-        """Let go of what these rows have behind their windows, of which the next ids stand at these positions."""
+        """Drop what these rows, whose next ids are at these positions, have behind their windows."""
         firsts = (next_ids - (self._window - 1)) // self.pool.page_size
         moved = np.flatnonzero(firsts > self.first[slots])
         if moved.size:
             self._drop(slots[moved], firsts[moved], sliding=True)
 
     def release_slots(self, slots: list[int], expected: list[int]) -> None:
-        """These rows end or are preempted; so many pages had been expected of each."""
+        """Drop all pages of rows that end or are preempted; so many pages had been expected of each."""
         self.committed -= sum(map(self.plateau, expected))
         index = np.array(slots, np.int32)
         self._drop(index, self.end[index], sliding=False)
 
     def drain_appended(self, full: list[tuple[I32Array, I32Array]]) -> tuple[bytes, bytes, bytes]:
-        """Slots, pages and groups of all pages that the plan appends, given those of group 0."""
+        """Return slots, pages and groups of all pages that the plan appends, given those of group 0."""
         appended = full + self._appended
         self._appended.clear()
         if not appended:
@@ -155,12 +158,12 @@ class Window:
     # ---------------------------------------------------------------- pairs
 
     def _unpair_released(self, full: bytes) -> None:
-        """Called by the pool of group 0, of which these pages have become free."""
+        """Unpair pages of group 0 that have become free. Called by their pool."""
         if full:
             self.unpair(column(full))
 
     def unpair(self, full: I32Array) -> None:
-        """Nobody will look for what is paired with these pages of group 0 any more."""
+        """Dissolve the pairs of these pages of group 0; what nobody uses becomes free."""
         pages = self._paired.take(full)
         self._paired[full] = _NOBODY
         pages = pages[pages != _NOBODY]
@@ -170,8 +173,10 @@ class Window:
         self.pool.release(free.tobytes())
 
     def share_with(self, own: bytes, known: bytes) -> None:
-        """Let the tree's pages `known` have the pairs of these `own` pages of a row, which computes the same ids, where
-        they have none any more: so that they may be hit again."""
+        """Pair the tree's pages `known`, where they have lost their pairs, with those of a row's `own` pages.
+
+        The row computes the same ids; so they can be hit again.
+        """
         mine, theirs = column(own), column(known)
         pages = self._paired.take(mine)
         moved = (pages != _NOBODY) & (self._paired.take(theirs) == _NOBODY)
@@ -180,7 +185,7 @@ class Window:
         self._owner[pages[moved]] = theirs[moved]
 
     def distrust(self, full: bytes) -> None:
-        """Nobody may hit what is paired with these pages, unless others than one row hold it already."""
+        """Unpair these pages so that nobody can hit their content, except where several rows hold it already."""
         pages = column(full)
         paired = self._paired.take(pages)
         self.unpair(
@@ -188,7 +193,7 @@ class Window:
         )  # of _NOBODY the last's, which is masked
 
     def flush(self) -> int:
-        """Evict all idle pages; returns their number."""
+        """Evict all idle pages and return their number."""
         count = self.pool.idle
         if count:
             self._evict(count)
@@ -216,7 +221,7 @@ class Window:
         self.unpair(self._owner.take(oldest))
 
     def _drop(self, slots: I32Array, firsts: I32Array, sliding: bool) -> None:
-        """These rows hold only pages from these numbers on. Each page loses a user for each row that held it.
+        """Drop the pages of these rows before these numbers. A page loses one user for each row that held it.
 
         Within a row the pages before others go last: beginnings are shared most. What a row slides over is of use to
         those that part from it there; so all but its beginning goes first of all.

@@ -103,7 +103,7 @@ class SimulatedDevice:
         return Completion(result, due=start + duration)
 
     def _invent(self, rows: SamplingRows) -> I32Array:
-        """Ids as a function of position and, unless greedy, seed; an EOS only with the probability asked for."""
+        """Return ids as a function of position and, unless greedy, seed; an EOS only with the probability asked for."""
         seeds = np.where(rows.params["temperature"] > 0, rows.params["seed"], np.uint64(0))
         numbers = scramble(seeds + rows.positions.astype(np.uint64) * _ODD)
         ids: I32Array = self._words[(numbers >> np.uint64(32)) % np.uint64(len(self._words))]
@@ -113,7 +113,7 @@ class SimulatedDevice:
         return ids
 
     def _draw_counts(self, plan: StepPlan, rows: SamplingRows) -> I32Array:
-        """Ids that each row gains, 0 to its limit: drawn anew in every step, and of no influence on which they are."""
+        """Draw how many ids each row gains, 0 to its limit. Which ids they are does not depend on it."""
         limits, firsts = _row_limits(plan, len(rows.slots))
         seeds = rows.params["seed"].take(firsts) + rows.positions.take(firsts).astype(np.uint64) * _ODD
         numbers = scramble(seeds ^ scramble(np.full(len(limits), plan.step, np.uint64)))
@@ -148,14 +148,14 @@ class SimulatedDevice:
 
 
 def _row_limits(plan: StepPlan, sampled: int) -> tuple[I32Array, npt.NDArray[np.int64]]:
-    """Tokens that each row of a result sampled, `sampled` in all, and which is its first."""
+    """Return how many of the `sampled` tokens belong to each row of a result, and which is its first."""
     limits = column(plan.limits)
     limits = np.concatenate([limits, np.ones(sampled - limits.sum(), np.int32)])
     return limits, limits.cumsum() - limits
 
 
 def _is_gained(plan: StepPlan, counts: I32Array) -> npt.NDArray[np.bool_]:
-    """Whether each sampled token is among those that its row gains."""
+    """Return whether each sampled token is among those that its row gains."""
     sampled = int(column(plan.limits).sum()) + len(counts) - len(column(plan.limits))
     limits, firsts = _row_limits(plan, sampled)
     mask: npt.NDArray[np.bool_] = np.arange(sampled) - firsts.repeat(limits) < counts.repeat(limits)

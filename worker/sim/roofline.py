@@ -74,7 +74,7 @@ def parse_gpu(device: str) -> Gpu:
 
 
 class Roofline:
-    """Cost of a model's steps on a GPU."""
+    """The cost of a model's steps on a GPU."""
 
     def __init__(self, model: ModelConfig, gpu: Gpu, element_bytes: int) -> None:
         self._gpu = gpu
@@ -97,7 +97,7 @@ class Roofline:
         self._layers_by_window = {window: windows.count(window) for window in dict.fromkeys(windows)}
 
     def seconds(self, batch: StepBatch) -> float:
-        """Time for one step."""
+        """Return the seconds that one step takes."""
         tokens, sampled = len(batch.token_ids), len(batch.logit_tokens)
         if not tokens:
             return self._gpu.launch

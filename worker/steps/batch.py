@@ -44,11 +44,11 @@ class StepBatch:
     list_version: int = 0  # as in `PageLists`
 
     def of_group(self, group: int) -> "StepBatch | PageLists":
-        """What holds kv_slots, kv_indptr, kv_indices and list_version of a cache group."""
+        """Return what holds kv_slots, kv_indptr, kv_indices and list_version of a cache group."""
         return self.windowed if group and self.windowed is not None else self
 
     def pages_of(self, window: int) -> PageLists:
-        """Of a layer with this window; 0 = none."""
+        """Return the page lists of a layer with this window; 0 = none."""
         if window and self.windowed is not None:
             return self.windowed
         return PageLists(self.kv_slots, self.kv_indptr, self.kv_indices, np.zeros(len(self.slots), np.int32))

@@ -44,7 +44,7 @@ class PageTable:
     # ------------------------------------------------------------------ pages of slots
 
     def admit(self, slot: int, first: int, pages: I32Array) -> None:
-        """A request enters a slot with pages from number `first` on."""
+        """Put a request into a slot with pages from number `first` on."""
         end, width = first + len(pages), self._pages.shape[1]
         if end > width:
             raise PlanError(f"admits slot {slot} with {end} pages; {width} is the most")
@@ -56,7 +56,7 @@ class PageTable:
             self._placed.append((np.arange(begin + first, begin + end, dtype=np.int32), pages))
 
     def admit_behind(self, slot: int, start: int, pages: I32Array) -> None:
-        """A request enters a slot with `start` ids cached, and the pages of these that the next one sees."""
+        """Put a request into a slot with `start` ids cached and those of their pages that the next id sees."""
         end, past = divmod(start, self.page_size)
         first = max(end - window_reach(self.window, self.page_size), 0)
         if past or end - first != len(pages):
@@ -115,8 +115,10 @@ class PageTable:
         positions: I32Array,
         page_index: I32Array,
     ) -> PageLists:
-        """Of rows [R] in these slots that begin at positions `starts` and reach into `used` pages; their tokens [T] are
-        given by slot, position and page number."""
+        """Make the lists of rows [R] in these slots that begin at positions `starts` and reach into `used` pages.
+
+        Their tokens [T] are given by slot, position and page number.
+        """
         kv_slots = _NOTHING
         if self._lists_pages:
             pages = self._flat_pages.take(self._begins(token_slots) + page_index)
@@ -130,7 +132,7 @@ class PageTable:
     def advance(
         self, before: PageLists, slots: I32Array, positions: I32Array, entering: npt.NDArray[np.intp]
     ) -> PageLists:
-        """Of the same decode rows one token on, of which those `entering` begin a page."""
+        """Make the lists of the same decode rows one token on; those `entering` begin a page."""
         kv_slots = before.kv_slots + np.int32(1)
         first = self._first_seen(positions) if self.window else before.first_pages
         if not len(entering) and (not self.window or np.array_equal(first, before.first_pages)):
@@ -149,18 +151,18 @@ class PageTable:
         return self._lists(slots, kv_slots, before.kv_indptr + more.cumsum(dtype=np.int32), first)
 
     def _first_seen(self, positions: I32Array) -> I32Array:
-        """Number of the first page that an id at each position sees."""
+        """Return the number of the first page that an id at each position sees."""
         if not self.window:
             return np.zeros(len(positions), np.int32)
         first: I32Array = np.maximum((positions - np.int32(self.window - 1)) // self.page_size, 0)
         return first
 
     def _first_listed(self, first: I32Array) -> I32Array:
-        """Where lists begin whose rows see pages from number `first` on."""
+        """Return the page number at which lists begin whose rows see pages from number `first` on."""
         return first if self._stride == 1 else first - first % np.int32(self._stride)
 
     def _begins(self, slots: I32Array) -> npt.NDArray[np.intp]:
-        """Where the page tables of slots begin in `_flat_pages`."""
+        """Return where the page tables of slots begin in `_flat_pages`."""
         return slots.astype(np.intp) * self._pages.shape[1]
 
     def _lists(self, slots: I32Array, kv_slots: I32Array, kv_indptr: I32Array, first: I32Array) -> PageLists:
@@ -176,12 +178,12 @@ class PageTable:
 
 
 def outside(values: I32Array, limit: int) -> bool:
-    """Whether some value is not in 0..limit - 1. As an unsigned number a negative one is large: one look is enough."""
+    """Return whether a value is outside 0..limit - 1. One comparison will do: unsigned, a negative value is large."""
     return len(values) > 0 and int(np.maximum.reduce(values.view(np.uint32))) >= limit
 
 
 def _rank_among_equals(slots: I32Array) -> I32Array:
-    """For each element, how many equal ones stand before it."""
+    """Return for each element the number of equal ones before it."""
     listed = slots.tolist()
     ranks = np.zeros(len(listed), np.int32)
     if len(set(listed)) < len(listed):

@@ -27,14 +27,14 @@ SAMPLING = np.dtype([*map(_column_of, _PARAMETERS), ("min_len", "i4")], align=Tr
 
 
 def sampling_records(rows: Iterable[AdmitRow]) -> npt.NDArray[Any]:
-    """Records of SAMPLING of the requests that these rows admit."""
+    """Return records of SAMPLING of the requests that these rows admit."""
     records = [(*[getattr(row.sampling, p.field) for p in _PARAMETERS], row.min_len) for row in rows]
     return np.array(records, SAMPLING)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """What is asked of each sampled token of a step; a decode row with a limit has several. S tokens."""
+    """The parameters of each sampled token of a step; a decode row with a limit has several. S tokens."""
 
     slots: I32Array  # [S]
     positions: I32Array  # [S] absolute position of the token that is drawn

@@ -1,4 +1,4 @@
-"""Do plans follow one another? Plans are deltas, so one that is missed spoils all that come after."""
+"""Checks that plans follow one another: they are deltas, so a missed one spoils all that come after."""
 
 from proto.messages import Desync, StepPlan
 
@@ -21,14 +21,14 @@ class PlanSequence:
         self._broken = False
 
     def follows(self, plan: StepPlan) -> bool:
-        """Take the plan's number if it is the next; otherwise nothing changes but that the sequence is broken."""
+        """Accept the plan's number if it is the next; otherwise the sequence is broken and nothing else changes."""
         if self._broken or plan.epoch != self.epoch or plan.previous != self.previous:
             return False
         self.previous = plan.step
         return True
 
     def refuse(self, plan: StepPlan) -> Desync | None:
-        """What to answer to a plan that does not follow: a Desync to the first, nothing to those behind it."""
+        """Return the answer to a plan that does not follow: a Desync for the first, nothing for those after it."""
         if self._broken:
             return None
         self._broken = True

@@ -103,7 +103,7 @@ class SlotTables:
         self._sampled = self._slots, self._params  # of the last batch
 
     def running_through(self, plan: StepPlan) -> bool:
-        """Was a slot in use before the plan that stays in use after its releases?"""
+        """Return whether a slot was in use before the plan that stays in use after its releases."""
         return int(np.count_nonzero(self._live)) > len(plan.released) // 4
 
     def apply(self, plan: StepPlan) -> StepBatch:
@@ -128,7 +128,7 @@ class SlotTables:
             raise PlanError(f"plan {plan.step} of epoch {plan.epoch}: {error}") from None
 
     def sampling_rows(self, batch: StepBatch) -> SamplingRows:
-        """Parameters of the sampled tokens of the batch that was made last, in the order of `logit_tokens`."""
+        """Return the parameters of the sampled tokens of the last batch, in the order of `logit_tokens`."""
         slots, params = self._sampled
         positions = batch.positions.take(batch.logit_tokens) + np.int32(1)
         stops = [
@@ -225,7 +225,7 @@ class SlotTables:
         self._steady = None
 
     def _take_order(self, plan: StepPlan) -> None:
-        """Which slots decode, in row order."""
+        """Set which slots decode, in row order."""
         if plan.decode_slots is None:
             if len(plan.released) or plan.admits:
                 self._check_decodable(self._slots, "goes on decoding", "was released")
@@ -247,7 +247,7 @@ class SlotTables:
     # ------------------------------------------------------------------ rows
 
     def _decode(self) -> StepBatch:
-        """One more token of each row."""
+        """Make the batch of one more token of each row."""
         slots, before = self._slots, self._steady
         self._sampled = slots, self._params
         if before is not None:
@@ -262,7 +262,7 @@ class SlotTables:
         return batch
 
     def _next(self, before: StepBatch) -> StepBatch:
-        """The same rows one token on. Only rows that enter a page are looked at one by one."""
+        """Make the batch of the same rows one token on. Only rows that enter a page are looked at one by one."""
         slots = before.slots
         positions = before.positions + np.int32(1)
         last_page_len = before.last_page_len + np.int32(1)
@@ -282,7 +282,7 @@ class SlotTables:
         )
 
     def _limits(self, plan: StepPlan) -> I32Array:
-        """Tokens that each decode row computes, and ids that it gains at most."""
+        """Return how many tokens each decode row computes, which is also how many ids it gains at most."""
         if not plan.limits:
             return np.ones(len(self._slots), np.int32)
         limits = column(plan.limits)
@@ -293,7 +293,7 @@ class SlotTables:
         return limits
 
     def _mixed(self, limits: I32Array, chunks: npt.NDArray[np.int32]) -> StepBatch:
-        """Decode rows of so many tokens and, behind them, chunks [n, 3] of slot, count and whether it samples."""
+        """Make the batch of decode rows with so many tokens each, and chunks [n, 3] after them: slot, count, sample."""
         decodes = len(self._slots)
         self._check_decode(self._slots, self._lengths.take(self._slots) + limits - np.int32(1))
         if len(set(chunks[:, 0].tolist())) < len(chunks):
@@ -326,7 +326,7 @@ class SlotTables:
         qo_indptr: I32Array,
         logit_tokens: I32Array,
     ) -> StepBatch:
-        """The metadata of rows whose tokens are given."""
+        """Make the batch of rows whose tokens are given."""
         page_index = positions // self.page_size
         last = qo_indptr[1:] - np.int32(1)
         last_position, used = positions.take(last), page_index.take(last) + np.int32(1)
@@ -371,7 +371,7 @@ class SlotTables:
                 table.check_decode(slots, positions, page_index)
 
     def _take_chunk(self, slot: int, count: int, sample: int) -> I32Array:
-        """The next `count` ids of a slot."""
+        """Return the next `count` ids of a slot."""
         ids = self._known_ids.get(slot)
         if ids is None:
             raise PlanError(f"prefills slot {slot}, which holds no ids to prefill")
