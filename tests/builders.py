@@ -165,3 +165,25 @@ def make_row(
 def make_plan(step: int = 1, **changes: Any) -> StepPlan:
     """A plan of epoch 1 that follows the one before and does nothing but what `changes` say."""
     return StepPlan(epoch=1, step=step, previous=step - 1, **changes)
+
+
+def behind_window(plan: StepPlan, window: int, alone: bool, page_size: int = 4) -> StepPlan:
+    """The same plan for a model with layers behind a window, whose pages have the numbers of the other layers'.
+
+    `alone`: all layers are.
+    """
+    admits, slots, pages = [], [], []
+    for row in plan.admits:
+        has, hits = column(row.pages), row.start // page_size
+        seen = has[max((row.start - window + 1) // page_size, 0) : hits]
+        admits.append(msgspec.structs.replace(row, pages=b"" if alone else row.pages, window_pages=seen.tobytes()))
+        slots += [row.slot] * (len(has) - hits)
+        pages += has[hits:].tolist()
+    full = 0 if alone else len(plan.append_slots) // 4
+    return msgspec.structs.replace(
+        plan,
+        admits=tuple(admits),
+        append_slots=plan.append_slots[: 4 * full] + i32(*slots) + plan.append_slots,
+        append_pages=plan.append_pages[: 4 * full] + i32(*pages) + plan.append_pages,
+        append_groups=b"\0" * full + b"\1" * (len(slots) + len(plan.append_slots) // 4),
+    )

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.builders import make_worker_options
+from tests.cuda_cases import LatePair, expected, options_of, silent, submit, told
 from tests.flashinfer_double import simulate
 from tests.pair import Pair
-from tests.test_cuda_device import LatePair, expected, options_of, silent, submit, told
 from worker.cpu import backends as cpu_backends
 from worker.cpu.reference_attention import rotate
 from worker.cpu.start import start as start_cpu

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from engine.models import prepare
 from proto.messages import StepResult
 from tests.builders import i32, make_plan, make_row
+from tests.cuda_cases import MODEL, SIZES, both_groups, ids_of, make_device, options_of, plans, play, script, silent
 from tests.flashinfer_double import simulate
 from tests.flashinfer_double.library import BatchDecodeWithPagedKVCacheWrapper as Decode
 from tests.flashinfer_double.library import BatchPrefillWithPagedKVCacheWrapper as Prefill
 from tests.layer_cases import worker_options
-from tests.test_cuda_device import MODEL, both_groups, ids_of, make_device, options_of, plans, play, silent
-from tests.test_cuda_families import SIZES, script
 from tests.tiny_models import make_tiny
 from worker.cpu.start import start as start_cpu
 from worker.cuda.ops import ROWS, CudaOps
@@ -37,6 +36,7 @@ GROUP = MODEL.num_heads // MODEL.num_kv_heads
 
 
 @pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.emulation
 def test_no_plan_splits_or_looks_at_neighbours(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
     heights: list[int] = []
@@ -129,6 +129,7 @@ def test_tokens_of_a_tile(heads: int, kv_heads: int, most: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mixtral", "bloom", "gemma2"])
+@pytest.mark.emulation
 def test_tokens_are_the_cpus(family: str, tmp_path: Path) -> None:
     manifest = prepare(str(make_tiny(tmp_path, family)))
     options = worker_options(manifest, device="reference", deterministic=True, **SIZES)
@@ -145,6 +146,7 @@ def test_tokens_are_the_cpus(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.emulation
 def test_logits_of_a_request_are_the_same_bits_alone_and_in_company(kv_cache_dtype: str) -> None:
     options = {"deterministic": True, "dtype": "bfloat16", "kv_cache_dtype": kv_cache_dtype}
     logits, tokens = [], []
@@ -157,6 +159,7 @@ def test_logits_of_a_request_are_the_same_bits_alone_and_in_company(kv_cache_dty
     assert torch.equal(*logits)
 
 
+@pytest.mark.emulation
 def test_the_pool_is_measured_with_the_flag_too() -> None:
     with simulate(0) as gpu:
         options: dict[str, Any] = {"num_pages": None, "gpu_memory_utilization": 0.22, "deterministic": True}

@@ -11,11 +11,11 @@ from engine.cli.estimate import estimate
 from engine.models import prepare
 from proto.cache import CacheGroups
 from proto.config import WorkerOptions
+from tests.cuda_cases import MODEL, attention_of, make_device, options_of, plans, play, silent
 from tests.flashinfer_double import simulate
 from tests.layer_cases import worker_options
-from tests.test_cuda_device import MODEL, attention_of, make_device, options_of, plans, play, silent
-from tests.test_worker_process import Surroundings
 from tests.tiny_models import make_tiny
+from tests.worker_stage import Surroundings
 from worker.cpu.start import start as start_cpu
 from worker.cuda.start import start
 from worker.device import DeviceError
@@ -37,6 +37,7 @@ def logits_of(kv_cache_dtype: str, eager: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.emulation
 def test_logits_are_close_to_those_of_a_full_cache(eager: bool) -> None:
     """e4m3 rounds each number of K and V by up to 1/16 of it; logits move by under a tenth of their spread."""
     for exact, rounded in zip(logits_of("auto", eager), logits_of("fp8_e4m3", eager), strict=True):
@@ -53,6 +54,7 @@ def test_tokens_come_and_graphs_give_those_of_eager_steps() -> None:
     assert [len(ids) for ids in tokens[0]] == [5] * 9
 
 
+@pytest.mark.emulation
 def test_the_pool_holds_four_times_as_much_and_facts_and_estimate_agree() -> None:
     pages = {}
     with simulate(0):
@@ -90,6 +92,7 @@ def with_scales(directory: Path, spelling: str, layers: int, value: float = 0.05
         "model.layers.{0}.self_attn.{1}_proj.{1}_scale",
     ],
 )
+@pytest.mark.emulation
 def test_a_checkpoints_own_scales_are_used(spelling: str, tmp_path: Path) -> None:
     options = with_scales(tmp_path, spelling, 3)
     with simulate(0):

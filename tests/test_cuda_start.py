@@ -14,9 +14,9 @@ from engine.config import ServeConfig
 from engine.documents import kv_bytes
 from proto.cache import CacheGroups
 from proto.messages import StepResult
+from tests.cuda_cases import MODEL, ids_of, launch, options_of, plans, silent
 from tests.flashinfer_double import simulate
-from tests.test_cuda_device import MODEL, ids_of, launch, options_of, plans, silent
-from tests.test_worker_process import Surroundings
+from tests.worker_stage import Surroundings
 from worker.cuda.memory import Measured, pool_pages, used_memory
 from worker.cuda.start import start
 from worker.device import DeviceError
@@ -128,6 +128,7 @@ def test_a_pool_without_room_says_what_fills_the_memory() -> None:
 
 
 @pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.emulation
 def test_the_share_is_used_and_not_exceeded(eager: bool) -> None:
     """Of the emulated GPU's 1 GiB, through a prefill of the largest step and decodes of all rows."""
     share = 0.22

@@ -16,12 +16,11 @@ from proto.cache import CacheGroups
 from proto.channel import decode_as
 from proto.config import WorkerOptions
 from proto.messages import Finish, Sampling, StepPlan, TokenLogprobs, column
-from tests.builders import GREEDY, i32, make_plan, make_row, make_worker_options
+from tests.builders import GREEDY, behind_window, i32, make_plan, make_row, make_worker_options
+from tests.cuda_cases import MODEL as HALF
+from tests.cuda_cases import LatePair, assert_close, attention_of, changed_slots, mostly_emulation, play, silent
 from tests.flashinfer_double import SimulationError, simulate
 from tests.pair import Pair, Story
-from tests.test_cuda_device import MODEL as HALF
-from tests.test_cuda_device import LatePair, assert_close, attention_of, changed_slots, play, silent
-from tests.test_worker_tables import behind_window
 from worker.cpu.start import start as start_cpu
 from worker.cuda import tiles
 from worker.cuda.device import CudaDevice
@@ -106,8 +105,8 @@ def compare(model: str, seed: int, settings: dict[str, Any], changes: dict[str, 
 
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("half", {"depth": 3, "window_pages": 2 * LEAST, "prefix_caching": True}, {}),
     ("half", {"depth": 2, "window_pages": 2 * LEAST}, {"enforce_eager": True}),
+    ("half", {"depth": 3, "window_pages": 2 * LEAST, "prefix_caching": True}, {}),
     ("all", {"depth": 1, "window_pages": LEAST}, {}),
     ("all", {"depth": 3, "window_pages": 3 * LEAST, "prefix_caching": True}, {"deterministic": True}),
     ("two windows", {"depth": 2, "window_pages": 3 * LEAST, "prefix_caching": True, "debug_preempt_every": 5}, {}),
@@ -115,7 +114,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "settings", "changes"), CASES, ids=str)
+@pytest.mark.parametrize(("model", "settings", "changes"), mostly_emulation(*CASES), ids=str)
 def test_tokens_are_the_cpus(
     model: str, settings: dict[str, Any], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,11 +204,13 @@ PLANTED = [
 FOR_PLANTS: dict[str, Any] = {"depth": 3, "max_num_seqs": 3, "window_pages": 5 * LEAST, "prefix_caching": True}
 
 
+@pytest.mark.emulation
 def test_without_a_mistake_all_is_well() -> None:
     compare("two windows", 1, FOR_PLANTS, {})
 
 
 @pytest.mark.parametrize("plant", PLANTED)
+@pytest.mark.emulation
 def test_a_planted_mistake_is_found(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +243,7 @@ def plans(model: str, rows: int, steps: int) -> list[StepPlan]:
 
 
 @pytest.mark.parametrize("model", ["half", "all"])
+@pytest.mark.emulation
 def test_padding_rows_of_a_graph_write_to_no_live_page(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_padding(model)
     padding_writes_to_a_live_page(monkeypatch)
@@ -267,6 +269,7 @@ def check_padding(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["none", "half", "all"])
+@pytest.mark.emulation
 def test_a_decode_step_lists_what_the_window_holds_and_launches_no_more(model: str) -> None:
     counts: list[tuple[int, int]] = []
     with simulate(3) as gpu, pytest.MonkeyPatch.context() as patch:
@@ -294,6 +297,7 @@ def test_a_decode_step_lists_what_the_window_holds_and_launches_no_more(model: s
         assert most[0] == 2 * 7
 
 
+@pytest.mark.emulation
 def test_what_pages_behind_the_window_hold_is_nothing_to_a_row() -> None:
     """NaN: a kernel multiplies what it masks by 0, and with --deterministic lists begin before the window."""
     logits = []

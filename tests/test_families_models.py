@@ -113,7 +113,7 @@ def test_few_pages_leave_longrope_as_it_is(tmp_path: Path) -> None:
     assert torch.equal(Player(few, 1, 32).run({0: (ids, 0)}), Player(many, 1, 32).run({0: (ids, 0)}))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", NEWER_FAMILIES)
 def test_law(family: str, dtype: str, tmp_path: Path) -> None:
     forward = load(prepare(str(make_tiny(tmp_path, family))), dtype=dtype)

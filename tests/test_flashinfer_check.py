@@ -21,6 +21,7 @@ from worker.models import FAMILIES
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.emulation
 def test_every_timing_runs_on_the_double() -> None:
     scale = speed.GRAIN
     with simulate(seed=1):
@@ -34,6 +35,7 @@ def test_every_timing_runs_on_the_double() -> None:
         assert scale.requests * scale.lengths[0] <= served["tokens_out"] <= scale.requests * scale.lengths[1]
 
 
+@pytest.mark.emulation
 def test_more_rows_than_a_step_can_prefill_are_timed_too() -> None:
     """The first of them decode while the last are prefilled, and so need more room than those have."""
     scale = replace(speed.GRAIN, batches=(60,), steps=1)
@@ -57,6 +59,7 @@ def test_rooflines_count_the_real_models() -> None:
     assert speed._weights(speed.QWEN3_06B) == pytest.approx(0.596e9, rel=0.001)
 
 
+@pytest.mark.emulation
 def test_a_part_that_fails_is_named_and_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise AssertionError("logits differ by 9")

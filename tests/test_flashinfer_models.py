@@ -39,6 +39,7 @@ def test_bfloat16_is_close(family: str) -> None:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.emulation
 def test_logits_are_the_references(place: Place, family: str) -> None:
     """Steps that mix prompts, chunks, prefix hits and decode rows; decode rows alone go behind padded graphs."""
     with place(seed=7):

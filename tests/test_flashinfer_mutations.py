@@ -303,6 +303,7 @@ def test_without_a_bug_all_is_well() -> None:
     play()
 
 
+@pytest.mark.emulation
 @pytest.mark.parametrize("name", sorted(PLANTED))
 def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     PLANTED[name](monkeypatch)

@@ -19,13 +19,12 @@ from proto.ids import Address, StageKind
 from scripts.gpu import ranks as kit
 from scripts.gpu import speed
 from tests import parallel_gpus, parallel_ranks
+from tests.cuda_cases import SIZES, script, silent
 from tests.flashinfer_cases import DOUBLE, GPU
 from tests.flashinfer_double import simulate
 from tests.layer_cases import worker_options
 from tests.parallel_gpus import Played
 from tests.parallel_ranks import Ranks
-from tests.test_cuda_device import silent
-from tests.test_cuda_families import SIZES, script
 from tests.tiny_models import make_tiny
 from worker.cuda import group
 from worker.cuda.gpus import require_cuda

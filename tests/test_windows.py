@@ -87,7 +87,9 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    "settings", [SETTINGS[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SETTINGS[1:])], ids=str
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_small_pools_give_the_same_bits(family: str, settings: dict[str, Any]) -> None:
     """Prompts of up to 17 pages and 4 pages behind the window."""

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proto.messages import AdmitRow, StepPlan, column
-from tests.builders import i32, make_plan, make_row
+from proto.messages import AdmitRow, StepPlan
+from tests.builders import behind_window, i32, make_plan, make_row
 from worker.steps.batch import StepBatch
 from worker.steps.sequence import PlanError
 from worker.steps.tables import SlotTables
@@ -204,28 +204,6 @@ def test_the_version_of_lists_changes_only_where_a_row_enters_a_page() -> None:
     first, _, second, _ = versions
     assert versions == [first, first, second, second]
     assert first != second
-
-
-def behind_window(plan: StepPlan, window: int, alone: bool) -> StepPlan:
-    """The same plan for a model with layers behind a window, whose pages have the numbers of the other layers'.
-
-    `alone`: all layers are.
-    """
-    admits, slots, pages = [], [], []
-    for row in plan.admits:
-        has, hits = column(row.pages), row.start // PAGE
-        seen = has[max((row.start - window + 1) // PAGE, 0) : hits]
-        admits.append(msgspec.structs.replace(row, pages=b"" if alone else row.pages, window_pages=seen.tobytes()))
-        slots += [row.slot] * (len(has) - hits)
-        pages += has[hits:].tolist()
-    full = 0 if alone else len(plan.append_slots) // 4
-    return msgspec.structs.replace(
-        plan,
-        admits=tuple(admits),
-        append_slots=plan.append_slots[: 4 * full] + i32(*slots) + plan.append_slots,
-        append_pages=plan.append_pages[: 4 * full] + i32(*pages) + plan.append_pages,
-        append_groups=b"\0" * full + b"\1" * (len(slots) + len(plan.append_slots) // 4),
-    )
 
 
 @given(seed=st.integers(0, 2**32), steps=st.integers(1, 60), window=st.integers(1, MAX_LEN), alone=st.booleans())
