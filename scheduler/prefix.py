@@ -157,7 +157,7 @@ class PrefixTree:
         Raises PageError when its tip has changed since.
         """
         if path.tip is not None and (path.tip.end != path.length or not path.tip.alive):
-            raise PageError("a path is held that was not matched again after the tree had changed")
+            raise PageError("a path was held without being matched again after the tree had changed")
         for node in path.nodes:
             if not node.users:
                 self.pool.idle -= node.end - node.start

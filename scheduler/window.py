@@ -101,7 +101,7 @@ class Window:
         self.first[slot] = first = max(end - self.reach, 0)
         pages = self._paired.take(hits[first:])
         if (pages == _NOBODY).any():
-            raise PageError("a hit is held of which pages have gone")
+            raise PageError("a path is held whose windowed pages are gone")
         self.pool.idle -= int(np.count_nonzero(self._users.take(pages) == 0))
         self._users[pages] += 1
         self._tables[slot, first:end] = pages

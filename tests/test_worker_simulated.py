@@ -120,15 +120,15 @@ def test_presets_and_settings_are_read() -> None:
     ("device", "text"),
     [
         ("sim:h300", "no such GPU"),
-        ("sim:custom,bandwidth=1e12", "wants flops, memory"),
-        ("sim:h200,speed=3", "'speed' is none of bandwidth"),
+        ("sim:custom,bandwidth=1e12", "needs flops, memory"),
+        ("sim:h200,speed=3", "'speed' is not one of bandwidth"),
         ("sim:h200,launch=soon", "launch is 'soon', not a number"),
         ("sim:h200,bandwidth=0", "out of range"),
         ("sim:h200,launch=nan", "out of range"),
         ("sim:h200,eos=2", "out of range"),
         ("sim:h200,max_step_ids=0", "out of range"),
-        ("sim:h200,max_step_ids=1.5", "out of range"),
-        ("sim:h200,max_step_ids=65", "out of range"),
+        ("sim:h200,max_step_ids=1.5", "not a whole number"),
+        ("sim:h200,max_step_ids=65", "1 to 64"),
     ],
 )
 def test_a_device_that_cannot_be_is_named(device: str, text: str) -> None:

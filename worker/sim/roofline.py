@@ -5,6 +5,7 @@
 Weights are read once a step, K/V once a row and layer; activations are taken to stay in caches.
 """
 
+import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,7 +39,8 @@ _PRESETS = {
     "h200": Gpu(4.8e12 * _BANDWIDTH_REACHED, 989e12 * _FLOPS_REACHED, 141e9, _LAUNCH),
     "h100": Gpu(3.35e12 * _BANDWIDTH_REACHED, 989e12 * _FLOPS_REACHED, 80e9, _LAUNCH),
 }
-_MOST_STEP_IDS = 64  # more than anybody verifies at once
+_MOST = sys.float_info.max
+_RANGES = {"launch": (0.0, _MOST), "eos": (0.0, 1.0), "max_step_ids": (1.0, 64.0)}  # of other fields: 1 and up
 _FIELDS = tuple(Gpu.__dataclass_fields__)
 _NEEDED = ("bandwidth", "flops", "memory")
 
@@ -54,22 +56,24 @@ def parse_gpu(device: str) -> Gpu:
     for setting in settings:
         key, _, number = setting.partition("=")
         if key not in _FIELDS:
-            raise DeviceError(f"--device {device}: {key!r} is none of {', '.join(_FIELDS)}")
+            raise DeviceError(f"--device {device}: {key!r} is not one of {', '.join(_FIELDS)}")
         try:
             values[key] = float(number)
         except ValueError:
             raise DeviceError(f"--device {device}: {key} is {number!r}, not a number") from None
-        lowest = 0.0 if key in ("launch", "eos") else 1.0
-        whole = key != "max_step_ids" or values[key] in range(1, _MOST_STEP_IDS + 1)
-        if not lowest <= values[key] < float("inf") or (key == "eos" and values[key] > 1.0) or not whole:
-            raise DeviceError(f"--device {device}: {key}={number} is out of range")
+        low, high = _RANGES.get(key, (1.0, _MOST))
+        if not low <= values[key] <= high:
+            limits = f"{low:g} to {high:g}" if high < _MOST else f"at least {low:g}"
+            raise DeviceError(f"--device {device}: {key}={number} is out of range ({limits})")
+        if key == "max_step_ids" and values[key] % 1:
+            raise DeviceError(f"--device {device}: {key}={number} is not a whole number")
     if name == "custom":
         missing = [key for key in _NEEDED if key not in values]
         if missing:
-            raise DeviceError(f"--device {device}: sim:custom wants {', '.join(missing)} as well")
+            raise DeviceError(f"--device {device}: sim:custom needs {', '.join(missing)} as well")
         return Gpu(**{"launch": _LAUNCH, **values})
     if name not in _PRESETS:
-        raise DeviceError(f"--device {device}: there is no such GPU; known are sim:h200, sim:h100, sim:custom,…")
+        raise DeviceError(f"--device {device}: there is no such GPU; there are sim:h200, sim:h100 and sim:custom,…")
     return replace(_PRESETS[name], **values)
 
 
