@@ -11,11 +11,32 @@ import pytest
 from detokenizer_proc.detokenizer import Detokenizer
 from detokenizer_proc.vocabulary import Vocabulary, read_vocabulary
 from proto.channel import encode
-from proto.messages import Admit, Deltas, Emit, Finish, Opening, Sampling, StepPlan, StepResult, TokenLogprobs, column
+from proto.ids import StageKind
+from proto.messages import (
+    U64,
+    Admit,
+    Deltas,
+    Emit,
+    Finish,
+    Opening,
+    Sampling,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    column,
+)
 from proto.model import ModelConfig
 from scheduler.core import Scheduler
 from scheduler.results import WorkerError
-from tests.builders import i32, make_facts, make_model, make_scheduler_options, make_worker_options
+from tests.builders import (
+    i32,
+    make_facts,
+    make_model,
+    make_scheduler_options,
+    make_stage,
+    make_worker_options,
+    make_world,
+)
 from tests.scheduler_fakes import Ring, expected_output, make_abort, make_admit, rid_of
 from tests.tiny_tokenizers import byte_level
 from worker.sim.device import SimulatedDevice
@@ -123,6 +144,36 @@ def test_nothing_changes_where_no_row_may_gain_more_than_one() -> None:
     ring.drain()
     assert not any(plan.limits or plan.rewinds for plan in ring.plans)
     assert len(ring.plans) == 60
+
+
+def test_a_row_whose_logits_are_not_finite_fails_alone() -> None:
+    ring = speculative_ring()
+    admits = [make_admit(rid_of(n), [n] * 9, 30, seed=n) for n in range(1, 5)]
+    ring.worker.failing.add(2)
+    for admit in admits:
+        ring.send(admit)
+    ring.drain()
+    reject = ring.received[rid_of(2), 1].reject
+    assert reject is not None
+    assert "not finite" in reject.message
+    check_outputs(ring, [admits[0], *admits[2:]])
+
+
+def test_runs_reach_the_detokenizer_of_their_request() -> None:
+    ring = speculative_ring()
+    ring.send(make_world(*(make_stage(StageKind.DETOKENIZER, n, 1) for n in range(3))))
+    admits = [make_admit(rid_of(n), [n] * 9, 30, stop_ids=[7 * n, 5]) for n in range(1, 8)]
+    for admit in admits:
+        ring.send(admit)
+    places: set[tuple[int, int]] = set()
+    while ring.plan() or ring.worker.results:
+        ring.result()
+        for to, message in ring.scheduler.outgoing():
+            assert isinstance(message, Emit)
+            ring._take(message)
+            places |= {(rid % 3, to.index) for rid in column(message.rids, U64).tolist()}
+    assert places == {(0, 0), (1, 1), (2, 2)}
+    check_outputs(ring, admits)
 
 
 @pytest.mark.parametrize(
