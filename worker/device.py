@@ -27,7 +27,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """An answer that the device has yet to give: `wait`, called by the output thread, returns when it is there."""
+    """An answer that the device has yet to give: `wait`, called by the output thread, returns it once it is there."""
 
     wait: Callable[[], StepResult]
 
@@ -81,7 +81,7 @@ def facts_of(
 
 
 class StepClock:
-    """When the device is free, and how it spent its time. Monotonic ns; one instance a device."""
+    """When a device is free, and how it spent its time, in monotonic ns."""
 
     def __init__(self) -> None:
         self.free_at = 0
@@ -92,7 +92,7 @@ class StepClock:
         self.last_ns = 0  # duration of the last step
 
     def record(self, start: int, end: int, rows_were_running: bool, tokens: int) -> int:
-        """Enter a step. Returns the ns that the device waited for it with rows to run."""
+        """Record a step. Returns the ns that the device waited for it with rows to run."""
         idle = max(start - self.free_at, 0) if rows_were_running and self.free_at else 0
         self.free_at = end
         self.steps += 1

@@ -1,4 +1,4 @@
-"""The thread that sends results, each when the device has it and not before.
+"""The thread that sends results, each as soon as the device has it and not before.
 
 It owns its socket, so that no result waits for the thread that launches steps, nor the other way round.
 """
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 _PR_SET_TIMERSLACK = 29
 _RETRY_SECONDS = 0.001  # between attempts to hand over a backlog
-# A sleep ends late by about this much; the rest is passed in short yields.
+# A sleep ends late by about this much, so the rest is spent in short yields.
 _SPIN_NS = 60_000
 
 
@@ -38,7 +38,7 @@ class OutputThread:
         self._queue.put(completion)
 
     def aim(self, incarnation: int) -> None:
-        """From now on write to this incarnation of the addressee only."""
+        """Address this incarnation of the scheduler from now on."""
         self._outbox.address_incarnation(incarnation)
 
     def close(self) -> None:

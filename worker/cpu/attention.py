@@ -1,4 +1,4 @@
-"""Attention of the cpu device: numba kernels that read the pages where they lie."""
+"""Attention on CPUs: numba kernels that read the pages in place."""
 
 import numba
 import numpy as np
@@ -13,7 +13,7 @@ from worker.layers.attention import AttentionShape, Rotation
 from worker.steps.batch import I32Array, StepBatch
 
 TILE = 8  # tokens of one row that share a load of K and V
-PARALLEL_BLOCKS = 32  # fewer KV blocks are done before a second thread has woken up
+PARALLEL_BLOCKS = 32  # fewer KV blocks are done before a second thread wakes up
 
 
 class CpuAttention:
@@ -77,13 +77,13 @@ class CpuAttention:
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> None:
-    """In place, x [N, heads, d]."""
+    """Rotate x [N, heads, d] in place."""
     positions, cos, sin = rotation.positions.numpy(), rotation.cos.numpy(), rotation.sin.numpy()
     row_kernels.rotate(bits(x), positions, cos, sin)
 
 
 def work_items(batch: StepBatch, num_kv_heads: int, threads: int) -> I32Array:
-    """Items [i, 4] of `kernels.attend`, dealt so that contiguous shares cost about the same for each thread."""
+    """Return items [i, 4] for `kernels.attend`, ordered so that each thread's contiguous share costs about the same."""
     starts = np.concatenate(
         [np.arange(a, b, TILE) for a, b in zip(batch.qo_indptr[:-1], batch.qo_indptr[1:], strict=True)]
     )

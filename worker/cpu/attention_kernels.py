@@ -1,4 +1,4 @@
-"""Attention kernels of the cpu device, on paged K/V, written for a law: a token's bits depend on its context alone.
+"""Batch-invariant attention kernels for CPUs, on paged K/V: a token's bits depend on its context alone.
 
 Context is walked in blocks of 64 absolute positions, in order, with a running softmax (Milakov & Gimelshein
 2018); within a block each operation has one fixed order. How tokens are grouped into work items decides only
@@ -43,8 +43,8 @@ def _load_block(
 ) -> None:
     """Widen positions start..end of one kv head into k [d, BLOCK] and v [BLOCK, d]. `pages` begin at position `behind`.
 
-    Before `behind` and beyond `end`, v is zero, so that weights of 0 add nothing; k holds finite or not what lay in
-    the page's last tile, or an earlier block.
+    Before `behind` and beyond `end`, v is zero, so that weights of 0 add nothing; k holds whatever lay in the page's
+    last tile or in an earlier block, finite or not.
     """
     page_size = values.shape[2]
     count = end - start

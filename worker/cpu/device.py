@@ -29,7 +29,7 @@ class CpuDevice:
         """`logits`: the forward pass, see `CpuStep.logits`."""
         self.facts = facts
         self.clock = StepClock()
-        self.on_logits: Callable[[StepBatch, torch.Tensor], None] | None = None  # a tap for tests
+        self.on_logits: Callable[[StepBatch, torch.Tensor], None] | None = None  # for tests
         self._logits = logits
         self._group = group
         self._sequence = PlanSequence()
@@ -47,7 +47,7 @@ class CpuDevice:
         return None if answer is None else Completion(answer, due=0)
 
     def step(self, plan: StepPlan) -> StepResult | Desync | None:
-        """Run a plan to its end. None: it is refused like one before it. Raises PlanError, PeerLostError."""
+        """Run a plan to its end; None when it is refused like the one before it. Raises PlanError, PeerLostError."""
         self._group.check_same((plan.epoch, plan.step), "a plan of (epoch, step)")
         if not self._sequence.follows(plan):
             return self._sequence.refuse(plan)
@@ -83,7 +83,7 @@ class CpuDevice:
         return sampled
 
     def _sample(self, logits: torch.Tensor, rows: SamplingRows) -> Sampled:
-        """Only rank 0 makes it whole: others are told the ids."""
+        """Sample on rank 0; the other ranks get its ids and nothing else."""
         if self._group.rank > 0:
             sampled = replace(_NOTHING_SAMPLED, ids=np.zeros(len(rows.slots), np.int32))
         else:

@@ -1,4 +1,4 @@
-"""Experts one after another, on devices whose host sees at once which of them are in use."""
+"""Experts one after another, on devices whose host knows at once which of them are in use."""
 
 import torch
 

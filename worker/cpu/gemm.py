@@ -1,8 +1,8 @@
-"""Matrix products whose rows do not depend on each other's presence, on kernels that promise no such thing.
+"""Batch-invariant matrix products on kernels that promise no such thing.
 
-BLAS libraries choose a kernel, and with it the order of additions, by the number of rows. Whether and from
-which multiple of rows on they agree bitwise is a property of the machine, the library, the dtype and the
-shape; so it is measured at start-up on the model's own shapes, and rows are padded accordingly.
+BLAS libraries choose a kernel, and with it the order of additions, by the number of rows. Whether they agree
+bitwise, and from which multiple of rows on, depends on the machine, the library, the dtype and the shape; so it is
+measured at start-up on the model's own shapes, and rows are padded accordingly.
 """
 
 import time
@@ -25,7 +25,7 @@ SECONDS_PER_SHAPE = 0.5  # a shape that is slower is verified for fewer rows, an
 
 @dataclass(frozen=True, slots=True)
 class GemmRule:
-    """How to multiply. Rows come in multiples of `multiple`; one call gets at most `most[shape]` of them."""
+    """A way to multiply: rows come in multiples of `multiple`, and one call gets at most `most[shape]` of them."""
 
     onednn: bool  # packed weights through oneDNN, or plain torch
     multiple: int
@@ -44,10 +44,10 @@ class GemmRule:
 
 
 def find_rule(shapes: list[GemmShape]) -> GemmRule:
-    """The cheapest rule under which every shape's rows are bitwise the same in any number and any place.
+    """Return the cheapest rule under which every shape's rows are bitwise the same in any number and any place.
 
-    Tried in order: oneDNN, then torch's own choice, each with growing row multiples; last, tiles of a fixed
-    number of rows, and at the very end single rows, which no neighbour can change.
+    Tried in order: oneDNN, then torch's own choice, each with growing row multiples; then tiles of a fixed
+    number of rows, and last single rows, which no neighbour can change.
     """
     for onednn in (True, False):
         for multiple in MULTIPLES:
@@ -61,7 +61,7 @@ def find_rule(shapes: list[GemmShape]) -> GemmRule:
 
 
 def _verified_rows(shapes: list[GemmShape], onednn: bool, multiple: int, limit: int) -> dict[Shape, int]:
-    """Up to how many rows (≤ limit) each shape agrees with calls of `multiple` rows; {} when one does not."""
+    """Return for each shape how many rows (≤ limit) agree with calls of `multiple` rows; {} when one does not."""
     most: dict[Shape, int] = {}
     for shape in shapes:
         try:
@@ -70,13 +70,13 @@ def _verified_rows(shapes: list[GemmShape], onednn: bool, multiple: int, limit: 
             return {}  # this build of torch has no such kernel
         if not rows:
             return {}
-        key = shape.out_features, shape.in_features  # of one size in two dtypes the stricter counts for both
+        key = shape.out_features, shape.in_features  # for one size in two dtypes the stricter count holds for both
         most[key] = min(rows, most.get(key, rows))
     return most
 
 
 def _agreeing_rows(shape: GemmShape, onednn: bool, multiple: int, limit: int) -> int:
-    """Largest row count up to `limit` that was verified, as all smaller ones; 0 = one disagrees."""
+    """Return the largest row count up to `limit` that was verified, with all smaller ones; 0 = one disagrees."""
     generator = torch.Generator().manual_seed(shape.out_features * 31 + shape.in_features)
     weight = torch.randn(shape.out_features, shape.in_features, generator=generator).to(shape.dtype)
     counts = _row_counts(multiple, limit)
@@ -105,7 +105,7 @@ def _agreeing_rows(shape: GemmShape, onednn: bool, multiple: int, limit: int) ->
 
 
 def _row_counts(multiple: int, most: int) -> list[int]:
-    """Every small multiple, then fewer and fewer, and `most` (rounded down to a multiple)."""
+    """Return every small multiple, then ever sparser ones, and `most` rounded down to a multiple."""
     counts = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 28, 31, 32, 36, 40, 48, 56, 64, 80, 96, 112, 128]
     counts += [160, 192, 224, 256, 320, 384, 448]
     return sorted({n for n in (count // multiple * multiple for count in [*counts, most]) if 0 < n <= most})

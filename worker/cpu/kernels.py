@@ -1,4 +1,4 @@
-"""Row-wise kernels of the cpu device: a row's result depends on that row alone.
+"""Row-wise kernels for CPUs: a row's result depends on that row alone.
 
 Arrays are C-contiguous, float32 or bfloat16 bits as uint16. Arithmetic is float32, rounded once on output.
 """

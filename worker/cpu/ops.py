@@ -1,4 +1,4 @@
-"""Arithmetic of the cpu device: oneDNN for matrix products, numba for the rest."""
+"""Arithmetic on CPUs: oneDNN for matrix products, numba for the rest."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from worker.cpu.experts import PlainExperts
 from worker.cpu.gemm import GemmRule
 from worker.layers.ops import Experts, Routes
 
-PARALLEL_ELEMENTS = 100_000  # fewer are done before a second thread has woken up
+PARALLEL_ELEMENTS = 100_000  # fewer are done before a second thread wakes up
 
 
 def bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The tensor's memory as kernels want it: float32, or bfloat16 bits as uint16. No copy."""
+    """Return the tensor's memory as kernels want it, without a copy: float32, or bfloat16 bits as uint16."""
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
@@ -87,5 +87,5 @@ class CpuOps:
         return PlainExperts(self, gate_up, down)
 
     def _share(self, x: torch.Tensor) -> None:
-        """Choose how many threads the next kernel runs on; its result does not depend on it."""
+        """Choose how many threads the next kernel runs on; its result does not depend on that."""
         numba.set_num_threads(self.threads if x.numel() >= PARALLEL_ELEMENTS else 1)

@@ -8,7 +8,7 @@ from worker.steps.batch import StepBatch
 
 
 class ReferenceAttention:
-    """Plain PyTorch in float32. Slow and obviously right: what other backends are tested against.
+    """Plain PyTorch in float32. Slow and obviously right: other backends are tested against it.
 
     Every token is computed alone, with shapes that follow from its position only; so its result cannot
     depend on what else is in the step.
@@ -26,7 +26,7 @@ class ReferenceAttention:
         self._plans = {window: self._plan(batch, window) for window in dict.fromkeys((0, *self.shape.windows))}
 
     def _plan(self, batch: StepBatch, window: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Slots of tokens [T] in layers of this window, and per token those of all positions that it sees."""
+        """Return the slots of tokens [T] in layers with this window, and for each those of all positions it sees."""
         lists, contexts = batch.pages_of(window), []
         offsets = np.arange(self.shape.page_size)
         if not len(lists.kv_slots):
@@ -71,7 +71,7 @@ class ReferenceAttention:
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> None:
-    """In place, x [N, heads, d]."""
+    """Rotate x [N, heads, d] in place."""
     for row, position in zip(x, rotation.positions.tolist(), strict=False):
         a, b = row.float().chunk(2, dim=-1)
         c, s = rotation.cos[position], rotation.sin[position]

@@ -10,7 +10,7 @@ from worker.layers.ops import Experts, Routes
 
 
 class ReferenceOps:
-    """Each row is a computation of its own, of the same shape every time; so the law holds by construction."""
+    """Batch-invariant by construction: each row is a computation of its own, of the same shape every time."""
 
     row_multiple = 1
 

@@ -27,12 +27,12 @@ MASKED_IDS_PER_ROW = 1280  # stop ids that rows may forbid on average: a caller'
 
 
 def pages_per_slot(max_model_len: int, page_size: int) -> int:
-    """One to spare: a row at its end may hold the page of a token that never comes."""
+    """Return a slot's most pages. One is to spare: a row at its end may hold the page of a token that never comes."""
     return -(-max_model_len // page_size) + 1
 
 
 def words_of_a_step(facts: WorkerFacts, groups: int, max_rows: int) -> int:
-    """Words of metadata that the largest step may bring; `max_rows`: of a step whose chunks are cut."""
+    """Return the words of metadata of the largest step; `max_rows`: rows that it has once its chunks are cut."""
     rows, tokens = facts.max_num_seqs, max(facts.max_num_batched_tokens, facts.max_num_seqs)
     pages = pages_per_slot(facts.max_model_len, facts.page_size)
     return (
@@ -47,12 +47,12 @@ def words_of_a_step(facts: WorkerFacts, groups: int, max_rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Where a plan's parts lie in the step's inputs. Empty spans: nothing of the kind."""
+    """Spans of a plan's parts in the step's inputs; empty where the plan has no such part."""
 
     words: int
-    bucket: int  # of sampled rows; 0 = none
+    bucket: int  # rows of the sampling graph; 0 = nothing is sampled
     mixed: MixedInputs | None
-    # Of a graph, by cache groups whose page ids must be built anew: indptr, and how many ids
+    # For a graph, by cache group whose page ids must be rebuilt: indptr, and how many ids
     kv_indptr: dict[int, tuple[Span, int]]
     placed: dict[int, tuple[Span, Span]]  # pages that the plan adds, by cache group: places and ids
     sampling_slots: Span
@@ -64,7 +64,7 @@ class _Packed:
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """What is replayed instead of launched one by one."""
+    """Graphs that are replayed instead of launching kernels one by one."""
 
     decode: DecodeGraphs
     chunks: PiecewiseGraphs
@@ -73,9 +73,9 @@ class Graphs:
 class CudaDevice:
     """Implements `worker.device.Device`. Made by `worker.cuda.start.start`.
 
-    Host tables follow the plans as on every device; slots' pages, newest tokens and sampling parameters are kept on the
-    device too, by the same deltas. Nothing here waits for the device: what a step's host memory may be used for again
-    is decided by the output thread, in `Deferred.wait`.
+    Host tables follow the plans as on every device; the device keeps the slots' pages, newest tokens and sampling
+    parameters too, updated by the same deltas. Nothing here waits for the device: the output thread decides, in
+    `Deferred.wait`, when a step's host memory may be used again.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class CudaDevice:
         self._read: torch.cuda.Event | None = None  # what was drawn last has been copied
 
     def reset(self, epoch: int) -> None:
-        """Forget all slots; the next plan is the first of `epoch`. What is in flight ends on its own."""
+        """Forget all slots; the next plan is the first of `epoch`. Steps in flight end on their own."""
         self._sequence.reset(epoch)
         self._tables.reset()
 
@@ -136,7 +136,7 @@ class CudaDevice:
     # ------------------------------------------------------------------ host to device
 
     def _pack(self, frame: Frame, plan: StepPlan, batch: StepBatch, rows: SamplingRows) -> _Packed:
-        """Write what the device must be told into the frame."""
+        """Write the step's metadata into the frame."""
         graphs = self._graphs
         sampled = len(rows.slots)
         bucket = graphs.bucket(sampled) if graphs is not None and sampled else sampled
@@ -187,7 +187,7 @@ class CudaDevice:
         )
 
     def _update(self, packed: _Packed) -> None:
-        """Bring the slots on the device up to date."""
+        """Apply the plan's deltas to the slots on the device."""
         step = self._step
         for group, (places, pages) in packed.placed.items():
             if not _empty(places):
@@ -211,13 +211,13 @@ class CudaDevice:
             self._graphs.decode(packed.bucket)
 
     def _sample(self, batch: StepBatch, rows: SamplingRows, packed: _Packed) -> torch.Tensor | None:
-        """Draw the step's ids. Returns float64 [n, 1 + 2k] of rows that want log-probabilities: see `_logprobs`."""
+        """Draw the step's ids. Returns float64 [n, 1 + 2k] for rows that want log-probabilities: see `_logprobs`."""
         if not packed.bucket:
             return None
         step = self._step
         count = int(rows.params["logprobs"].max())
         raw = None
-        if count >= 0:  # of raw logits: taken before ids are forbidden
+        if count >= 0:  # taken from raw logits, before ids are forbidden
             wanted = step.view(packed.logprob_rows)
             raw = token_logprobs(step.logits[wanted], count)
         if not _empty(packed.masked_rows):
@@ -238,7 +238,7 @@ class CudaDevice:
     # ------------------------------------------------------------------ device to host
 
     def _fetch(self, frame: Frame, sampled: int, logprobs: torch.Tensor | None) -> None:
-        """Copy what was drawn, on a stream of its own, so that no step waits for it."""
+        """Copy the drawn ids on a stream of their own, so that no step waits for them."""
         self._copies.wait_event(frame.ended)
         with torch.inference_mode(), torch.cuda.stream(self._copies):
             if sampled:
@@ -250,8 +250,8 @@ class CudaDevice:
         self._read = frame.arrived
 
     def _finish(self, frame: Frame, plan: StepPlan, rows: SamplingRows, waited: bool) -> StepResult:
-        """Called by the output thread, step after step: wait for the copy and say what it brought."""
-        torch.cuda.set_device(self._gpu)  # a thread begins with GPU 0, which is another rank's
+        """Wait for the copy and return the result. Called by the output thread, step after step."""
+        torch.cuda.set_device(self._gpu)  # a new thread uses GPU 0, which may be another rank's
         frame.arrived.synchronize()
         drawn = frame.drawn.numpy()[: len(rows.slots)]
         ids, statuses = drawn[:, 0].copy(), drawn[:, 1].astype(np.uint8)
@@ -269,7 +269,7 @@ class CudaDevice:
         )
 
     def _account(self, frame: Frame, waited: bool, tokens: int) -> int:
-        """Enter the step into the clock by the device's own times; frees the frame before it. Returns idle ns."""
+        """Record the step by the device's own times, and free the frame before it. Returns idle ns."""
         gap = 0.0 if self._last is None else self._last.ended.elapsed_time(frame.started)
         start = (self.clock.free_at or time.monotonic_ns()) + int(gap * 1e6)
         idle = self.clock.record(start, start + int(frame.started.elapsed_time(frame.ended) * 1e6), waited, tokens)
@@ -284,7 +284,7 @@ def _empty(span: Span) -> bool:
 
 
 def _mode(rows: SamplingRows) -> Mode:
-    """The least that these rows' sampling must do."""
+    """Return the cheapest mode that samples these rows as they ask."""
     params = rows.params
     draws = params["temperature"] >= GREEDY_TEMPERATURE
     if not draws.any():
@@ -302,7 +302,7 @@ def _sampling_words(plan: StepPlan) -> I32Array:
 
 
 def _logprobs(frame: Frame, rows: SamplingRows, statuses: np.ndarray) -> tuple[tuple[int, bytes], ...]:
-    """Encoded TokenLogprobs of rows that want them and have a token, as `worker.cpu.sampler.sample` gives them."""
+    """Return encoded TokenLogprobs of rows that want them and have a token, as `worker.cpu.sampler.sample` does."""
     wanted = np.flatnonzero(rows.params["logprobs"] >= 0)
     if not len(wanted):
         return ()

@@ -1,12 +1,12 @@
-"""Attention of the cuda device: FlashInfer's paged kernels (Ye et al. 2025), eager and behind CUDA graphs.
+"""Attention by FlashInfer's paged kernels (Ye et al. 2025), eager and in CUDA graphs.
 
 Rows of a step are decode rows, then chunks (`StepBatch`). Decode rows go to the decode kernel. Prompts, chunks and what
 follows a cached prefix go to one call of the prefill kernel, whose causal mask is aligned to the end of each row.
 
-Metadata is made here and nowhere else. Lengths lie on the host (FlashInfer's `plan` is host code that would wait
+FlashInfer's metadata is made here and nowhere else. Lengths lie on the host (its `plan` is host code that would wait
 for the device otherwise) in pinned buffers that are used in turn; page ids lie on the device. All of a step is queued
 on the current stream, so one int workspace serves all batch sizes; layers with a window have wrappers and int
-workspaces of their own, since both schedules live through the step.
+workspaces of their own, since both schedules are in use throughout the step.
 
 Which kernels: decode is FA2 by name, as FA3 decodes more slowly and "auto" may choose others behind a graph; it uses
 tensor cores for groups of 4 query heads or more, where they beat CUDA cores, and where CUDA cores cannot (other group
@@ -14,8 +14,8 @@ sizes, fp8 K/V). Prefill is "auto": FA3 on Hopper when some row has more than 64
 tiles stay mostly empty; and FA2 for fp8 K/V and ALiBi, which FA3 lacks. `deterministic` takes FA2 on tensor
 cores throughout, without splitting K/V by what else is in the batch.
 
-Each cache group has pages and lists of its own (`GroupPages`). Where rows' lists begin behind position 0, kernels know
-nothing of it: windows and causal masks count from a row's end, and K is rotated before it is written.
+Each cache group has pages and lists of its own (`GroupPages`). Kernels need not know that rows' lists begin behind
+position 0: windows and causal masks count from a row's end, and K is rotated before it is written.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""Where FlashInfer and our own GPU kernels come from: the one seam at which tests put their double.
+"""FlashInfer and our own GPU kernels: the one seam at which tests put their double.
 
-Nothing here is imported before a GPU worker asks, so a machine without CUDA can import everything else.
+Both are imported at the first call only, so a machine without CUDA can import everything else.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class FlashInferError(DeviceError):
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """What the GPU worker calls."""
+    """Everything that the GPU worker calls."""
 
     flashinfer: Any  # the package
     kernels: Any  # worker.cuda.kernels, or what has its functions

@@ -1,4 +1,4 @@
-"""Host memory of steps in flight: what goes to the device in one copy, and what comes back in one."""
+"""Pinned host memory of steps in flight: what goes to the device in one copy, and what comes back in one."""
 
 from collections import deque
 
@@ -46,14 +46,14 @@ class Frame:
 
 
 class Frames:
-    """Frames that no step uses. The launching thread takes, the output thread gives."""
+    """Frames that no step uses. The launching thread takes them, the output thread gives them back."""
 
     def __init__(self, count: int, words: int, rows: int) -> None:
         self._size = (words, rows)
         self._free = deque(Frame(words, rows) for _ in range(count))
 
     def take(self) -> Frame:
-        """Never waits: with more steps in flight than were foreseen, one more frame is made."""
+        """Return a frame without waiting: with more steps in flight than expected, one more frame is made."""
         frame = self._free.popleft() if self._free else Frame(*self._size)
         frame.used = 0
         return frame

@@ -1,4 +1,4 @@
-"""What a GPU worker needs of the machine."""
+"""The GPUs that this machine must have."""
 
 import torch
 
@@ -6,7 +6,7 @@ from worker.device import DeviceError
 
 
 def require_cuda(workers: int = 1) -> None:
-    """Raises DeviceError, naming what this machine lacks to give each of so many workers a GPU."""
+    """Raise DeviceError if this machine cannot give each of so many workers a GPU; the text says what is missing."""
     if not torch.cuda.is_available():
         lack = "this torch was built for CPUs only" if torch.version.cuda is None else "no GPU or no driver for it"
         raise DeviceError(f"--device cuda: {lack}; `quintet doctor` lists what is missing")

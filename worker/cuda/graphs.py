@@ -13,7 +13,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def bucket_sizes(max_rows: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, then every 8 to 64, every 16 to 256, every 32 beyond; the last is max_rows itself."""
+    """Return 1, 2, 4, 8, then every 8 to 64, every 16 to 256, every 32 beyond; the last is max_rows itself."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows, 32)]
     return (*(size for size in sizes if size < max_rows), max_rows)
 
@@ -34,11 +34,11 @@ class DecodeGraphs:
         self._sample: dict[tuple[int, Mode], torch.cuda.CUDAGraph] = {}
 
     def bucket(self, rows: int) -> int:
-        """The smallest bucket that holds so many rows."""
+        """Return the smallest bucket that holds so many rows."""
         return self.sizes[bisect_left(self.sizes, rows)]
 
     def capture(self, sizes: Iterable[int], progress: Progress) -> None:
-        """Largest first, so that the pool is as large as it must be after the first, and the others fit in."""
+        """Capture the largest first, so that the pool has its full size after the first and the others fit in."""
         order = sorted(sizes, reverse=True)
         for done, size in enumerate(order):
             progress("capturing CUDA graphs", done, len(order))
@@ -56,7 +56,7 @@ class DecodeGraphs:
         self._sample[bucket, mode].replay()
 
     def _record(self, work: Callable[[], None], planned: int = 0) -> torch.cuda.CUDAGraph:
-        """Capture `work`, run once before, as that loads modules; `planned` rows of attention if not 0."""
+        """Run `work` once, which loads modules, then capture it; `planned`: rows of attention, 0 = it has none."""
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             if planned:
@@ -75,7 +75,7 @@ class DecodeGraphs:
         return graph
 
     def _pad_inputs(self, size: int) -> None:
-        """All rows are padding: position 0 of the padding slot, on the dummy page."""
+        """Make all rows padding: position 0 of the padding slot, on the dummy page."""
         with torch.cuda.stream(self._stream):
             self._step.inputs[:size].fill_(self._step.state.padding_slot)
             self._step.inputs[size : 2 * size].zero_()

@@ -29,27 +29,27 @@ def take_gpu(number: int, workers: int) -> torch.device:
 
 
 class Collectives(Protocol):
-    """What crosses between devices: contiguous tensors, of one shape and dtype on all ranks.
+    """Exchanges between devices of contiguous tensors that have one shape and dtype on all ranks.
 
-    Calls queue work on the current stream and wait for nothing, so a CUDA graph can hold them. All ranks call the same
-    ones in the same order, capture the same, and replay the same graphs in the same order.
+    Calls queue work on the current stream and wait for nothing, so a CUDA graph can hold them. All ranks make the same
+    calls in the same order, capture the same graphs, and replay them in the same order.
     """
 
     def add(self, x: torch.Tensor) -> None:
-        """x becomes Σ of all ranks' x, the same bits on every rank, added in an order of the library's own."""
+        """Replace x by the sum of all ranks' x: the same bits on every rank, added in the library's own order."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[size, *x.shape]: all ranks' x, in the order of ranks."""
+        """Return all ranks' x in the order of ranks: [size, *x.shape]."""
 
     def send_from_0(self, x: torch.Tensor) -> None:
-        """x becomes that of rank 0."""
+        """Replace x by that of rank 0."""
 
 
 class DeviceGroup(Group):
-    """See `Group`. Tensors lie on devices."""
+    """A `Group` whose tensors lie on devices."""
 
     def __init__(self, host: Group, collectives: Collectives, *, deterministic: bool) -> None:
-        """`host` is of the same ranks. `deterministic`: sums keep the law, and move `size` times as many bytes."""
+        """`host` connects the same ranks. `deterministic`: sums are batch-invariant, at `size` times the traffic."""
         super().__init__(host.rank, host.size)
         self._host = host
         self._collectives = collectives
@@ -112,8 +112,9 @@ class Nccl:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """NCCL's own errors only: others, as of a capture, are bugs. Most come late, and end the process from inside."""
+    """Turn NCCL's own errors into PeerLostError; others, as from a capture, are bugs. Most of NCCL's come late and
+    end the process from inside."""
     try:
         yield
     except dist.DistBackendError as error:
-        raise PeerLostError(f"NCCL broke off: {error}") from error
+        raise PeerLostError(f"NCCL failed: {error}") from error

@@ -1,4 +1,4 @@
-"""How many KV pages a GPU has room for, from what was measured on it."""
+"""The KV pages that a GPU has room for, by what was measured on it."""
 
 from dataclasses import dataclass
 
@@ -21,9 +21,9 @@ class Measured:
 
 
 def pool_pages(options: WorkerOptions, measured: Measured, groups: CacheGroups) -> tuple[int, int]:
-    """KV pages of both cache groups, dummy pages not counted. Raises DeviceError, saying what fills the memory.
+    """Return the KV pages of both cache groups, without dummy pages. Raises DeviceError, saying what fills the memory.
 
-    `--num-pages` and `--kv-cache-memory-bytes` are obeyed as they are.
+    `--num-pages` and `--kv-cache-memory-bytes` are obeyed without measuring.
     """
     if options.num_pages is not None:
         return groups.resolve_num_pages(options.num_pages)
@@ -45,7 +45,7 @@ def pool_pages(options: WorkerOptions, measured: Measured, groups: CacheGroups) 
 
 
 def used_memory() -> int:
-    """Bytes of the device that anyone uses now."""
+    """Return the bytes of the device that any process uses now."""
     free, total = torch.cuda.mem_get_info()
     return total - free
 

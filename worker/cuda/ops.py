@@ -7,14 +7,14 @@ from worker.cuda.experts import GroupedExperts
 from worker.cuda.flashinfer_api import library
 from worker.layers.ops import Experts, Routes
 
-ROWS = 128  # of a product under the law: at most the height of a tile, at which reading the weight still takes longest
+ROWS = 128  # of a batch-invariant product: within one tile's height, where reading the weight still takes longest
 
 
 class CudaOps:
     """See `Ops`. Nothing here waits for the device, so all of it can be captured in a CUDA graph.
 
-    Without the law, as cuBLAS chooses kernels by the number of rows, unless `deterministic`: then every product is of
-    ROWS rows, padded, as many products as it takes.
+    cuBLAS chooses kernels by the number of rows, so rows are batch-invariant with `deterministic` only: then every
+    product has ROWS rows, padded, as many products as it takes.
     """
 
     row_multiple = 1
@@ -26,7 +26,7 @@ class CudaOps:
         self._deterministic = deterministic
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """A float32 weight that holds only 16-bit numbers is kept in 16 bits: half the memory, and tensor cores."""
+        """Keep a float32 weight that holds only 16-bit numbers in 16 bits: half the memory, and tensor cores."""
         if weight.dtype == torch.float32:
             for dtype in (torch.bfloat16, torch.float16):
                 narrow = weight.to(dtype)
@@ -35,7 +35,7 @@ class CudaOps:
         return weight
 
     def linear(self, x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-        """As the protocol says. A float32 x beside a narrowed weight was widened from the weight's dtype itself."""
+        """See `Ops`. A float32 x meets a narrowed weight only if it was widened from the weight's own dtype."""
         if not self._deterministic:
             return self._product(x, packed)
         rows = x.shape[0]

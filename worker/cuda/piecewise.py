@@ -156,9 +156,9 @@ class _Cutter(_NoAttention):
 
 
 class _Lives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Knows which tensors that were made inside are still held by somebody: at a cut, those that cross it.
+    """Knows which tensors made inside are still referenced: at a cut, those that cross it.
 
-    They must stay: between replays of two pieces their memory would be anybody's.
+    They must be kept: between replays of two pieces their memory could be reused.
     """
 
     def __init__(self) -> None:

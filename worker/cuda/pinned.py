@@ -6,7 +6,7 @@ from worker.steps.batch import I32Array
 
 
 class PinnedTurn:
-    """The host buffers of one step. Whatever is put here stays as it is until the device has copied it."""
+    """The host buffers of one step; their content stays until the device has copied it."""
 
     def __init__(self, words: int) -> None:
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -18,7 +18,7 @@ class PinnedTurn:
         self._used = 0
 
     def put(self, *parts: I32Array) -> torch.Tensor:
-        """The parts one after another, as a pinned int32 tensor."""
+        """Return the parts, one after another, as a pinned int32 tensor."""
         start = self._used
         for part in parts:
             self._host[self._used : self._used + len(part)] = part
@@ -27,14 +27,14 @@ class PinnedTurn:
 
 
 class PinnedRing:
-    """`depth` turns, so that the host fills the next one while copies from the others are on their way."""
+    """`depth` turns: the host fills the next one while copies from the others are on their way."""
 
     def __init__(self, depth: int, words: int) -> None:
         self._turns = [PinnedTurn(words) for _ in range(depth)]
         self.index = 0  # of the turn in use
 
     def begin(self) -> PinnedTurn:
-        """The next turn, empty. Waits for the device only when it is `depth` steps behind."""
+        """Return the next turn, empty. Waits for the device only when it is `depth` steps behind."""
         self.index = (self.index + 1) % len(self._turns)
         turn = self._turns[self.index]
         if not turn.event.query():  # type: ignore[no-untyped-call]
@@ -43,5 +43,5 @@ class PinnedRing:
         return turn
 
     def end(self) -> None:
-        """All copies from the turn are queued on the current stream."""
+        """Call this once all copies from the turn are queued on the current stream."""
         self._turns[self.index].event.record()

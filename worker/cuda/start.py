@@ -1,4 +1,4 @@
-"""From options to a GPU that is ready: weights, the size of the pool by measurement, graphs."""
+"""From options to a GPU that is ready to run plans: weights, a pool sized by measurement, graphs."""
 
 import gc
 import logging
@@ -76,7 +76,7 @@ class _Start:
         full, windowed = pool_pages(options, _NOTHING if fixed else self._measure(), self._cache)
         facts = self._facts((self._group.minimum(full), self._group.minimum(windowed)))
         step = self._step(facts)
-        # What has been made so far was made on more than one stream; steps run on one of their own.
+        # Weights and buffers were made on several streams; steps run on one of their own.
         torch.cuda.synchronize()
         if options.deterministic:
             self._progress("checking that outputs do not depend on the batch", 0, 0)
@@ -146,8 +146,8 @@ class _Start:
         return SlotState(slots, groups, device)
 
     def _connect(self) -> None:
-        """Exchange a little and a lot. For each, ranks set up ways of their own, which takes memory and time, and which
-        a capture must not find undone."""
+        """Exchange a little and a lot. Ranks set up a transport for each, which takes memory and time and must be done
+        before a capture."""
         hidden = self._options.manifest.config.hidden_size
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             for rows in (1, self._options.max_num_batched_tokens):
@@ -171,13 +171,13 @@ class _Start:
     # ------------------------------------------------------------------ measuring
 
     def _measure(self) -> Measured:
-        """What everything but the pool takes, found with a pool that just holds the largest step."""
+        """Measure what everything but the pool takes, with a pool that just holds the largest step."""
         options = self._options
         self._progress("measuring device memory", 0, 0)
         lengths = self._prompts()
         each = sum(-(-length // options.page_size) for length in lengths)
         pages = each * bool(self._cache.full_layers), each * bool(self._cache.window)
-        torch.cuda.empty_cache()  # what loading has left behind
+        torch.cuda.empty_cache()  # what loading left behind
         before = used_memory()
         step = self._step(msgspec.structs.replace(self._facts(pages), max_model_len=self._wanted_len))
         attention = used_memory() - before - self._cache.bytes(*(count and count + 1 for count in pages))
@@ -192,12 +192,12 @@ class _Start:
         return measured
 
     def _prompts(self) -> list[int]:
-        """Lengths of prompts that fill the largest step."""
+        """Return lengths of prompts that fill the largest step."""
         tokens, longest = self._options.max_num_batched_tokens, self._wanted_len
         return [min(longest, tokens - at) for at in range(0, tokens, longest)][: self._options.max_num_seqs]
 
     def _peak(self, step: GpuStep, lengths: list[int]) -> int:
-        """Bytes that the largest step holds at its height, beyond what is there before it."""
+        """Return the bytes that the largest step holds at its peak, beyond what is there before it."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         standing = torch.cuda.memory_allocated()
@@ -208,8 +208,8 @@ class _Start:
         return int(torch.cuda.max_memory_allocated()) - int(standing)
 
     def _graph_bytes(self, step: GpuStep) -> int:
-        """Bytes that all graphs will keep. Of decode, the largest one's memory serves all, and each adds what the
-        second does."""
+        """Return the bytes that all graphs will keep. Decode graphs share the largest one's memory, and each of the
+        others adds what the second one does."""
         if self._options.enforce_eager:
             return 0
         graphs = DecodeGraphs(step, self._stream, self._options.max_num_seqs)
@@ -230,7 +230,9 @@ def _kv_format(options: WorkerOptions, dtype: torch.dtype) -> KvFormat:
     if options.kv_cache_dtype == "auto":
         return KvFormat(dtype)
     scales = () if options.load_format == "dummy" else kv_scales(options.manifest)
-    log.info("K and V are kept in fp8, %s", "by the checkpoint's scales" if scales else "unscaled, cut at ±448")
+    log.info(
+        "K and V are stored in fp8, %s", "scaled as the checkpoint says" if scales else "unscaled, clamped to ±448"
+    )
     return KvFormat(torch.float8_e4m3fn, scales)
 
 
@@ -238,7 +240,7 @@ _NOTHING = Measured(total=0, before=0, attention=0, peak=0, graphs=0)
 
 
 def _run_prompts(step: GpuStep, lengths: list[int], page_size: int) -> None:
-    """A forward pass over prompts of zeros, eagerly, with as many rows of logits as a step may want."""
+    """Run a forward pass over prompts of zeros, eagerly, with as many rows of logits as a step may want."""
     batch = prompts_step([np.zeros(n, np.int32) for n in lengths], page_size)
     step.attention.plan(batch)
     ids = torch.zeros(len(batch.token_ids), dtype=torch.int32, device="cuda")

@@ -1,4 +1,4 @@
-"""What the device itself remembers of every slot, by deltas: pages, newest token, sampling parameters."""
+"""The slots' pages, newest tokens and sampling parameters in device memory, updated by the plans' deltas."""
 
 import torch
 
@@ -6,8 +6,7 @@ from worker.cuda.sampling import SamplingTable
 
 
 class SlotPages:
-    """Pages of every slot in one cache group. One slot more than requests can have is of padding: it holds the dummy
-    page."""
+    """Pages of every slot in one cache group. The last slot is for padding rows and holds the dummy page."""
 
     def __init__(
         self,
@@ -21,7 +20,7 @@ class SlotPages:
         window: int = 0,
         stride: int = 1,
     ) -> None:
-        """`page_ids`: of a step, at most. With a `window`, rows' lists begin as those of `PageTable`."""
+        """`page_ids`: of a step, at most. With a `window`, rows' lists begin where those of `PageTable` do."""
         self.pages = torch.full((slots + 1, pages_per_slot), dummy_page, dtype=torch.int32, device=device)
         self._page_size = page_size
         self._dummy_page = dummy_page
@@ -34,13 +33,13 @@ class SlotPages:
         self.pages.view(-1).index_copy_(0, at.long(), pages)
 
     def kv_slots(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where K and V of tokens at `positions` [T] of `slots` [T] go: int32 [T], page × page_size + offset."""
+        """Return where K and V of tokens at `positions` [T] of `slots` [T] go: int32 [T], page × page_size + offset."""
         pages = self.pages[slots, positions // self._page_size]
         return pages * self._page_size + positions % self._page_size
 
     def page_ids(self, slots: torch.Tensor, starts: torch.Tensor, indptr: torch.Tensor, count: int) -> torch.Tensor:
-        """Pages of rows [R] in `slots` from the first that an id at position `starts` sees, as many as `indptr` [R + 1]
-        says: int32 [count], row after row."""
+        """Return pages of rows [R] in `slots` from the first that an id at position `starts` sees, as many as `indptr`
+        [R + 1] says: int32 [count], row after row."""
         place = self._count[:count]
         row = torch.searchsorted(indptr[1:], place, right=True)
         number = place - indptr[row]
@@ -50,7 +49,7 @@ class SlotPages:
         if self._stride == 1:
             return self.pages[slots[row], number + seen[row]]
         number = number + (seen - seen % self._stride)[row]
-        # What the table names before the window may be others' by now; and kernels multiply what they mask by 0.
+        # Pages before the window may belong to other rows by now; and kernels multiply what they mask by 0.
         return self.pages[slots[row], number].masked_fill(number < seen[row], self._dummy_page)
 
 

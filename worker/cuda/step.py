@@ -1,12 +1,12 @@
 """The arithmetic of a step on the device: forward pass, then sampling. All of it is queued on the current stream.
 
 `inputs` is device memory that one copy from the host fills each step. It begins with what sampling and decode read, at
-places that depend on the number of rows B alone, so that graphs can read it there:
+offsets that depend on the number of rows B alone, so that graphs can read it:
 
     inputs[0:B]    slot of each sampled row, the padding slot behind them
     inputs[B:2B]   position of each sampled row's last token
 
-In a step of decode rows only, those are all its rows. In others the forward pass reads what lies behind: `MixedInputs`.
+In a step of decode rows only, those are all its rows. In others the forward pass reads what follows: `MixedInputs`.
 """
 
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ from worker.steps.batch import StepBatch
 
 @dataclass(frozen=True, slots=True)
 class MixedInputs:
-    """Where a step with chunks has its tokens in `inputs`. T tokens, R rows, S of them sampled."""
+    """Spans of a step with chunks in `inputs`. T tokens, R rows, S of them sampled."""
 
     tokens: int  # N ≥ T: with padding, for piecewise graphs
     slots: Span  # [N] the slot of each token, the padding slot behind them
     positions: Span  # [N]
-    ids: Span  # [N]; of decode rows unknown to the host
+    ids: Span  # [N]; those of decode rows are unknown to the host
     row_slots: Span  # [R]
-    row_starts: Span  # [R] position of each row's first token; nothing where no group asks
+    row_starts: Span  # [R] position of each row's first token; empty where no group has a window
     kv_indptr: dict[int, Span]  # [R + 1], by cache group
     logit_tokens: Span  # [S] index along T
 
@@ -51,7 +51,7 @@ class GpuStep:
         vocab_size: int,
         words: int,
     ) -> None:
-        """`words` of metadata at most come with a step."""
+        """`words`: of metadata that a step brings, at most."""
         device = state.last_tokens.device
         self.model = model
         self.attention = attention
@@ -65,32 +65,34 @@ class GpuStep:
         self._indices_for: dict[int, tuple[int, int]] = dict.fromkeys(state.groups, (0, 0))
 
     def view(self, span: Span) -> torch.Tensor:
-        """Words of this step's inputs, int32."""
+        """Return words of this step's inputs, int32."""
         return self.inputs[span[0] : span[1]]
 
     # ------------------------------------------------------------------ decode, in a graph or not
 
     def holds_indices(self, group: int, batch: StepBatch, bucket: int) -> bool:
-        """Are the page ids of a step of decode rows in place already?"""
+        """Tell whether the page ids of a step of decode rows are in place already."""
         return self._indices_for[group] == (batch.of_group(group).list_version, bucket)
 
     def place_indices(
         self, group: int, batch: StepBatch, bucket: int, rows: tuple[Span, Span, Span], count: int
     ) -> None:
-        """Build the page ids of a step, `count` in all, of rows given by slots, starts and indptr; for which
-        `holds_indices` is true from now on. `bucket` 0: not for a graph."""
+        """Build the `count` page ids of a step from its rows' slots, starts and indptr; `bucket` 0: not for a graph.
+
+        From now on `holds_indices` is true of this step and bucket.
+        """
         slots, starts, indptr = map(self.view, rows)
         ids = self.state.groups[group].page_ids(slots, starts, indptr, count)
         self.attention.groups[group].kv_indices[:count].copy_(ids)
         self._indices_for[group] = (batch.of_group(group).list_version, bucket)
 
     def _place_slots(self, slots: torch.Tensor, positions: torch.Tensor) -> None:
-        """Where each layer writes K and V of tokens at `positions` of `slots`."""
+        """Set where each layer writes K and V of tokens at `positions` of `slots`."""
         for group, pages in self.state.groups.items():
             self.attention.groups[group].kv_slots[: len(slots)].copy_(pages.kv_slots(slots, positions))
 
     def decode(self, bucket: int) -> None:
-        """Logits of `bucket` decode rows, after attention's `plan_graph`."""
+        """Compute logits of `bucket` decode rows, after attention's `plan_graph`."""
         slots, positions = self.inputs[:bucket], self.inputs[bucket : 2 * bucket]
         self._place_slots(slots, positions)
         hidden = self.model.hidden(self.state.last_tokens[slots], positions, self.attention)
@@ -99,7 +101,7 @@ class GpuStep:
     # ------------------------------------------------------------------ any step, never in a graph
 
     def mixed(self, batch: StepBatch, where: MixedInputs, pieces: PiecewiseGraphs | None) -> None:
-        """Logits of the sampled rows of a step of any kind; `pieces`: by its graphs."""
+        """Compute logits of the sampled rows of a step of any kind, by the graphs of `pieces` if given."""
         tokens, decodes = where.tokens, batch.decode_rows
         slots, positions, ids = self.view(where.slots), self.view(where.positions), self.view(where.ids)
         ids[:decodes].copy_(self.state.last_tokens[slots[:decodes]])

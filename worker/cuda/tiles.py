@@ -1,7 +1,7 @@
-"""Chunks cut so that attention's arithmetic for a token does not depend on who is in its step.
+"""Chunks cut so that attention's arithmetic for a token does not depend on the rest of its step.
 
 FlashInfer's FA2 takes the height of its tiles from the mean length of a step's rows, and another height adds up in
-another order. Rows of at most 16 query heads × tokens get the lowest tiles in any company, as decode rows do. It costs
+another order. Rows of at most 16 query heads × tokens always get the lowest tiles, as decode rows do. The cost is
 reading a row's K and V once for each such piece.
 
 Along K and V, tiles begin where a row's list of pages does. Behind a window, lists therefore begin at multiples of the
@@ -22,23 +22,23 @@ LONGEST_TILE = 512  # tokens of K and V: four warps of at most eight times 16
 
 
 def tokens_of_a_tile(config: ModelConfig) -> int:
-    """Of a row, at most. One with ALiBi, whose biases the kernels count from the row's first token."""
+    """Return the most tokens of a row; 1 with ALiBi, whose biases the kernels count from the row's first token."""
     return 1 if config.alibi else max(LOWEST_TILE * config.num_kv_heads // config.num_heads, 1)
 
 
 def list_stride(page_size: int) -> int:
-    """Pages of which multiples begin the lists of rows behind a window."""
+    """Return the number of pages at whose multiples lists of rows behind a window begin."""
     return math.lcm(LONGEST_TILE, page_size) // page_size
 
 
 def most_rows(rows: int, tokens: int, most: int, page_size: int, window: int = 0) -> int:
-    """Rows that a step of so many rows and tokens may have once it is cut."""
+    """Return the most rows that a step of so many rows and tokens has once it is cut."""
     begins = tokens // (list_stride(page_size) * page_size) + rows if window else 0
     return tokens // most + rows + begins
 
 
 def cut_chunks(batch: StepBatch, most: int, page_size: int, window: int = 0) -> StepBatch:
-    """The same tokens, with each chunk as rows of at most `most`; the batch itself if it has no chunks.
+    """Return the same tokens with each chunk cut into rows of at most `most`; the batch itself if it has no chunks.
 
     `window`: of the layers that have pages of their own; 0 = there are none.
     """
@@ -75,11 +75,11 @@ def cut_chunks(batch: StepBatch, most: int, page_size: int, window: int = 0) -> 
 
 
 def _cut(lists: PageLists, row: npt.NDArray[np.intp], first: I32Array, used: I32Array) -> PageLists:
-    """Of pieces of these rows, from page number `first` up to `used`."""
+    """Return the lists of pieces of these rows, from page number `first` up to `used`."""
     pages = used - first
     kv_indptr = np.concatenate([[0], np.cumsum(pages)]).astype(np.int32)
     kv_indices = lists.kv_indices
-    if len(kv_indices):  # the start's test lists them, from number 0 on; where a step's lie is known to the device
+    if len(kv_indices):  # listed by the self-test, from page number 0 on; for other steps the device lists them
         begins = lists.kv_indptr[row] + first - kv_indptr[:-1]
         kv_indices = kv_indices[np.arange(kv_indptr[-1]) + np.repeat(begins, pages)]
     return PageLists(lists.kv_slots, kv_indptr, kv_indices, first)

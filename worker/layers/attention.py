@@ -1,4 +1,4 @@
-"""What a model asks of attention."""
+"""The contract between models and attention backends."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ class AttentionShape:
         return self.windows[layer] if self.windows else 0
 
     def group_of(self, window: int) -> int:
-        """The cache group of layers with this window (0 = none): see `proto.cache`."""
+        """Return the cache group of layers with this window (0 = none): see `proto.cache`."""
         return 1 if self.window_pages and window else 0
 
     @property
@@ -77,21 +77,21 @@ class AttentionShape:
         return tuple(sorted({self.group_of(self.window_of(layer)) for layer in range(self.num_layers)}))
 
     def layers_of(self, group: int) -> list[int]:
-        """Layers of a cache group."""
+        """Return the layers of a cache group."""
         return [layer for layer in range(self.num_layers) if self.group_of(self.window_of(layer)) == group]
 
     def pages_of(self, layer: int) -> int:
-        """Pages of K and V in this layer."""
+        """Return how many pages this layer has."""
         return self.window_pages if self.group_of(self.window_of(layer)) else self.num_pages
 
     def slopes(self) -> npt.NDArray[np.float32]:
-        """ALiBi's, of these heads [num_heads]."""
+        """Return ALiBi's slopes of these heads, [num_heads]."""
         heads = self.heads or whole(self.num_heads)
         return alibi_slopes(heads.total)[heads.start : heads.stop]
 
 
 def alibi_slopes(heads: int) -> npt.NDArray[np.float32]:
-    """Slope of each head, [heads] float32: what a score loses for each position of distance (Press et al. 2022).
+    """Return each head's slope, [heads] float32: what a score loses for each position of distance (Press et al. 2022).
 
     For n heads, a power of two, 2^(-8/n), 2^(-16/n), …, 2^-8. For other numbers those of the largest power of two
     below, then every second one of twice that power, as the paper's authors do.
@@ -104,7 +104,7 @@ def alibi_slopes(heads: int) -> npt.NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """How a step's q and k are to be rotated (RoPE), dimension i with i + d/2."""
+    """The rotation of a step's q and k (RoPE), dimension i with i + d/2."""
 
     positions: "torch.Tensor"  # [T ≤ N] int32, of the device
     cos: "torch.Tensor"  # [max_position, d/2] float32
@@ -115,7 +115,7 @@ class AttentionBackend(Protocol):
     """Owns the KV memory; `plan` once a step, then `run` for each layer in order."""
 
     def plan(self, batch: StepBatch) -> None:
-        """Take in the step's rows. Nothing of an earlier step is kept."""
+        """Prepare for a step's rows; forget those of the step before."""
 
     def run(
         self, layer: int, q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor", rotation: Rotation | None = None
