@@ -1,4 +1,4 @@
-"""What a model is, as a document that every stage can read.
+"""The description of a model, as a document that every stage can read.
 
 `engine.models` writes one ModelManifest before any stage starts (from a Hugging Face directory or a
 GGUF file); the tokenizer, the detokenizer and the worker read it. No stage parses a config of its own.
@@ -57,15 +57,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     windows: tuple[int, ...] = ()  # per layer: 0 = full attention, W = the last W positions; () = all full
     rope: RopeConfig = RopeConfig()
     rotary_dim: int = 0  # the first dimensions of a head, which rotate (Phi-4-mini); 0 = all of them
-    windowed_rope: RopeConfig | None = None  # of layers with a window, where it differs (Gemma 3)
+    windowed_rope: RopeConfig | None = None  # for layers with a window, if it differs (Gemma 3)
     alibi: bool = False  # linear biases by distance (Press et al. 2022) in place of rotary positions (BLOOM)
-    attention_scale: float = 0.0  # of attention scores; 0 = 1/√head_dim
+    attention_scale: float = 0.0  # factor on attention scores; 0 = 1/√head_dim
     attention_soft_cap: float = 0.0  # c > 0: attention scores s become c·tanh(s/c) (Gemma 2)
     logit_soft_cap: float = 0.0  # the same for logits
-    embedding_multiplier: float = 1.0  # of embeddings (Granite)
-    residual_multiplier: float = 1.0  # of what attention and MLP add (Granite)
-    logit_divisor: float = 1.0  # of logits (Granite)
-    num_experts: int = 0  # of a mixture's MLPs; 0 = dense
+    embedding_multiplier: float = 1.0  # factor on embeddings (Granite)
+    residual_multiplier: float = 1.0  # factor on what attention and MLP add to the residual (Granite)
+    logit_divisor: float = 1.0  # logits are divided by it (Granite)
+    num_experts: int = 0  # MLPs in a mixture; 0 = dense
     experts_per_token: int = 0
     expert_size: int = 0  # intermediate size of one expert
     renormalise_experts: bool = False  # weights of a token's experts are made to sum to 1
@@ -133,7 +133,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def _norms(self) -> int:
-        """Vectors of hidden_size that norms hold, but for those of q and k."""
+        """Vectors of hidden_size that norms hold, except those of q and k."""
         if self.family == "bloom":
             return 2 * (2 * self.num_layers + 2)  # weight and bias, and one norm behind the embedding
         return (4 if self.family in ("gemma2", "gemma3") else 2) * self.num_layers + 1

@@ -107,7 +107,7 @@ def start_on_cpu(options: WorkerOptions) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "value", "said"), [(2, 0.05, "none for layer 2 k, layer 2 v"), (3, 0.0, "should be one positive number")]
+    ("layers", "value", "said"), [(2, 0.05, "none for layer 2 k, layer 2 v"), (3, 0.0, "must be one positive number")]
 )
 def test_scales_that_do_not_fit_are_refused(layers: int, value: float, said: str, tmp_path: Path) -> None:
     options = with_scales(tmp_path, "model.layers.{}.self_attn.{}_scale", layers, value)

@@ -253,6 +253,7 @@ def test_unknown_family_and_odd_config_are_refused(tiny: Path) -> None:
     for changes, text in (
         ({"family": "mamba"}, "mamba"),
         ({"hidden_act": "gelu"}, "gelu"),
+        ({"rotary_dim": 8, "qk_norm": True}, "rotate in part"),
         ({"rope": RopeConfig(type="mrope")}, "mrope"),  # type: ignore[arg-type]
     ):
         config: ModelConfig = msgspec.structs.replace(manifest.config, **changes)

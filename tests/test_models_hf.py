@@ -257,7 +257,7 @@ def set_header_length(path: Path, length: int) -> None:
         (lambda p: cut(p, p.stat().st_size - 1024), ["truncated"]),
         (lambda p: cut(p, 5), ["damaged"]),
         (lambda p: cut(p, 0), ["damaged"]),
-        (lambda p: p.write_bytes(p.read_bytes() + b"x"), ["too many"]),
+        (lambda p: p.write_bytes(p.read_bytes() + b"x"), ["trailing bytes"]),
         (lambda p: set_header_length(p, 1 << 60), ["damaged", str(1 << 60)]),
         (lambda p: set_header_length(p, 3), ["damaged"]),
         (lambda p: p.write_bytes(struct.pack("<Q", 100_005) + b'{"a":' + b"[" * 100_000), ["damaged"]),

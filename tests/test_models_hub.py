@@ -143,7 +143,7 @@ def test_without_weights_none_are_fetched(hub: Hub, tmp_path: Path) -> None:
     assert sorted(hub.downloads) == ["config.json", "tokenizer.json"]
     offline = run(hub, tmp_path, "org/tiny", HF_HUB_OFFLINE="1")
     assert offline.returncode == 2
-    assert "not whole in the hub's cache" in offline.stderr
+    assert "no complete copy in the hub's cache" in offline.stderr
 
 
 @pytest.mark.slow

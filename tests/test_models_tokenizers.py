@@ -184,7 +184,7 @@ def test_a_file_without_a_split_rule_warns(tmp_path: Path, caplog: pytest.LogCap
         ({"tokenizer.ggml.model": "t5"}, ["tokenizer.ggml.model", "t5"]),
         ({"tokenizer.ggml.tokens": ["a", "b", "a"], "tokenizer.ggml.token_type": [1, 1, 1]}, ["'a'", "0 and 2"]),
         ({"tokenizer.ggml.merges": ["a b c"]}, ["merges", "a b c"]),
-        ({"tokenizer.ggml.merges": ["a zz"]}, ["does not hold together"]),
+        ({"tokenizer.ggml.merges": ["a zz"]}, ["is inconsistent"]),
         ({"tokenizer.ggml.token_type": [1]}, ["token_type"]),
         ({"tokenizer.ggml.add_bos_token": True}, ["bos_token_id", "missing"]),
         ({"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 999}, ["bos_token_id", "999"]),

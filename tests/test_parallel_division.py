@@ -66,8 +66,10 @@ def test_ranks_shares_put_together_are_the_whole_checkpoint(tmp_path: Path, fami
     assert split > 0.9 * sum(parameter.tensor.numel() for parameter in whole.values())  # but for norms and routers
 
 
-def test_a_rank_reads_no_more_than_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest = prepare(str(make_tiny(tmp_path, "llama")))
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_a_rank_reads_no_more_than_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Of each map that a fused tensor merges, too."""
+    manifest = prepare(str(make_tiny(tmp_path, family)))
     read: list[int] = []
     plain = SafetensorsCheckpoint.read
 

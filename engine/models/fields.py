@@ -38,7 +38,7 @@ class Fields:
         return value
 
     def number(self, key: str, default: float = _REQUIRED, *, above: float = 0.0) -> float:
-        """A finite number greater than `above`."""
+        """Return a finite number greater than `above`."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self.error(key, f"must be a finite number, is {value!r}")
@@ -50,7 +50,7 @@ class Fields:
         return self.number(key) if self.has(key) else None
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """A list of `count` finite numbers above 0."""
+        """Return a list of `count` finite numbers above 0."""
         values = self._get(key, _REQUIRED)
         if not isinstance(values, list) or len(values) != count:
             raise self.error(key, f"must be a list of {count} numbers, is {values!r}")
@@ -70,7 +70,7 @@ class Fields:
         return value
 
     def ids(self, key: str) -> tuple[int, ...]:
-        """One token id, a list of them, or none."""
+        """Return one token id, a list of them, or none."""
         value = self._get(key, ())
         ids = value if isinstance(value, list | tuple) else (value,)
         if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
@@ -102,5 +102,5 @@ def read_json(path: Path) -> Fields:
 
 
 def read_json_if_there(path: Path) -> Fields:
-    """As `read_json`; a file that does not exist reads as an empty object."""
+    """Like `read_json`; a file that does not exist reads as an empty object."""
     return read_json(path) if path.exists() else Fields(path, {})

@@ -23,7 +23,7 @@ _LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
 
 # What llama.cpp knows of Gemma without the file saying so
 _GEMMA_LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27B models
-_GEMMA_PERIOD = {"gemma2": 2, "gemma3": 6}  # of layers, the last of which has no window
+_GEMMA_PERIOD = {"gemma2": 2, "gemma3": 6}  # in layers; the last of each period has no window
 _GEMMA_WINDOW = {"gemma2": 4096, "gemma3": 0}
 _GEMMA_WINDOWED_THETA = 10000.0
 
@@ -86,7 +86,7 @@ def gguf_config(header: GgufHeader) -> ModelConfig:
 
 
 def _uniform(value: Any) -> Any:
-    """Per-layer lists of one repeated value are that value; others stay lists, which getters refuse."""
+    """Reduce a per-layer list of one repeated value to that value; getters refuse other lists."""
     if isinstance(value, list) and value and all(item == value[0] for item in value):
         return value[0]
     return value
@@ -104,7 +104,7 @@ def _embedding_shape(header: GgufHeader, keys: Fields) -> tuple[int, int]:
 
 def _head_dim(keys: Fields, hidden_size: int, num_heads: int) -> int:
     if hidden_size % num_heads and not keys.has("attention.key_length"):
-        raise keys.error("embedding_length", f"{hidden_size} is no multiple of attention.head_count {num_heads}")
+        raise keys.error("embedding_length", f"{hidden_size} is not a multiple of attention.head_count {num_heads}")
     head_dim = keys.integer("attention.key_length", hidden_size // num_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if keys.integer(key, head_dim) != head_dim:
@@ -175,7 +175,7 @@ def _llama3(header: GgufHeader, keys: Fields, theta: float, head_dim: int) -> Ro
 
 
 def _llama3_divisors(rope: RopeConfig, head_dim: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """By what Llama 3.1's scaling divides each of the head_dim / 2 frequencies."""
+    """Return the divisor of each of the head_dim / 2 frequencies in Llama 3.1's scaling."""
     frequencies = rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
     turns = rope.original_max_position * frequencies / (2 * np.pi)  # within the trained context
     smooth = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
@@ -186,10 +186,10 @@ def _llama3_divisors(rope: RopeConfig, head_dim: int) -> np.ndarray[Any, np.dtyp
 def _gemma_fields(
     keys: Fields, architecture: str, *, hidden_size: int, num_heads: int, head_dim: int, num_layers: int
 ) -> dict[str, Any]:
-    """Fields of ModelConfig. Raises ModelError naming file and key.
+    """Return the fields of ModelConfig that only Gemma sets. Raises ModelError naming file and key.
 
-    The scale of attention stands in no key: it is 1/√head_dim, but 1/√(hidden/heads) in both 27B models, which
-    are told by their number of layers.
+    No key holds the attention scale: it is 1/√head_dim, except 1/√(hidden/heads) in both 27B models, which are
+    recognised by their number of layers.
     """
     largest = num_layers == _GEMMA_LARGEST[architecture]
     window = keys.integer("attention.sliding_window", _GEMMA_WINDOW[architecture], minimum=0)
@@ -208,7 +208,7 @@ def _gemma_fields(
 
 
 def _windowed_layers(keys: Fields, architecture: str, num_layers: int) -> list[bool]:
-    """By a period, or layer by layer."""
+    """Return which layers have a window, given as a period or layer by layer."""
     pattern = keys.values.get("attention.sliding_window_pattern")
     if isinstance(pattern, list):
         if len(pattern) != num_layers:
@@ -219,7 +219,7 @@ def _windowed_layers(keys: Fields, architecture: str, num_layers: int) -> list[b
 
 
 def _soft_cap(keys: Fields, key: str, absent: float) -> float:
-    """A cap; 0 turns it off."""
+    """Read a cap; 0 turns it off."""
     if not keys.has(key):
         return absent
     return keys.number(key) if keys.values[key] != 0 else 0.0

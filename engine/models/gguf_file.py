@@ -37,7 +37,7 @@ _SCALARS: dict[int, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor lies. `shape` is in numpy's order, the fastest dimension last."""
+    """The place of a tensor in its file. `shape` is in numpy's order, the fastest dimension last."""
 
     shape: tuple[int, ...]
     type: GGMLQuantizationType
@@ -53,7 +53,7 @@ class GgufHeader:
     fingerprint: str  # sha256 of the header's bytes
 
     def read_floats(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """The values of a float32 tensor. Raises ModelError for another type."""
+        """Read a float32 tensor. Raises ModelError for another type."""
         tensor = self.tensors[name]
         if tensor.type != GGMLQuantizationType.F32:
             raise ModelError(f"{self.path}: tensor {name} must be F32, is {tensor.type.name}")
@@ -104,7 +104,9 @@ def _place(name: str, start: int, dims: tuple[int, ...], type_code: int, offset:
     for dim in dims:
         count *= dim
     if not dims or dims[0] % block:
-        raise ValueError(f"tensor {name} of {quantization.name} has the shape {dims}, no multiple of {block}")
+        raise ValueError(
+            f"tensor {name} of {quantization.name} has shape {dims}; the first must be a multiple of {block}"
+        )
     return GgufTensor(dims[::-1], quantization, start + offset, count // block * block_bytes)
 
 
@@ -157,7 +159,7 @@ class _Cursor:
         return [self.value(kind) for _ in range(count)]
 
     def tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        """(name, dimensions with the fastest first, type code, offset from the data's start)."""
+        """Read (name, dimensions with the fastest first, type code, offset from the data's start)."""
         name = self.text()
         (num_dims,) = struct.unpack("<I", self.take(4))
         dims = struct.unpack(f"<{num_dims}Q", self.take(8 * num_dims))

@@ -15,7 +15,7 @@ _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|
 
 
 def read_gguf_config(path: Path) -> ModelConfig:
-    """Only the model's shape. Raises ModelError."""
+    """Read only the model's shape. Raises ModelError."""
     return gguf_config(read_header(path))
 
 

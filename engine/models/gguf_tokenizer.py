@@ -25,7 +25,7 @@ _SPACE = "▁"  # how SentencePiece spells a space
 
 
 class _Kind(IntEnum):
-    """Those of llama.cpp's token types that are told apart here."""
+    """The token types of llama.cpp that need different treatment here."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -49,7 +49,7 @@ def _check(source: Path, content: bytes) -> None:
     try:
         Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises plain Exception
-        raise ModelError(f"{source}: its tokenizer does not hold together: {error}") from error
+        raise ModelError(f"{source}: its tokenizer is inconsistent: {error}") from error
 
 
 def _document(keys: Fields) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _document(keys: Fields) -> dict[str, Any]:
 
 
 def token_texts(keys: Fields) -> list[str]:
-    """The vocabulary as the file spells it, by id. Raises ModelError."""
+    """Return the vocabulary as the file spells it, by id. Raises ModelError."""
     return _strings(keys, "tokenizer.ggml.tokens")
 
 
@@ -92,7 +92,7 @@ def _byte_level(keys: Fields, tokens: list[str], kinds: list[int]) -> dict[str, 
     merges = [merge.split(" ") for merge in _strings(keys, "tokenizer.ggml.merges")]
     odd = next((m for m in merges if len(m) != 2), None)
     if odd is not None:
-        raise keys.error("tokenizer.ggml.merges", f"contains {' '.join(odd)!r}, which is no pair")
+        raise keys.error("tokenizer.ggml.merges", f"contains {' '.join(odd)!r}, which is not a pair")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     return {
         "version": "1.0",
@@ -168,7 +168,7 @@ def _sentencepiece(keys: Fields, tokens: list[str], kinds: list[int]) -> dict[st
 
 
 def _implied_merges(tokens: list[str], kinds: list[int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every way to make a piece of two, best score first: SentencePiece joins the pair whose whole scores most."""
+    """Return every way to split a piece in two, best score first: SentencePiece joins the pair that scores most."""
     normal = {token for token, kind in zip(tokens, kinds, strict=True) if kind == _Kind.NORMAL}
     order = sorted((i for i, kind in enumerate(kinds) if kind == _Kind.NORMAL), key=lambda i: (-scores[i], i))
     return [pair for i in order for pair in _halves(tokens[i]) if pair[0] in normal and pair[1] in normal]
@@ -179,7 +179,7 @@ def _halves(piece: str) -> Iterable[tuple[str, str]]:
 
 
 def _added_tokens(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:
-    """Tokens that text is searched for before it is split: control ones are special, user-defined are not."""
+    """Return the tokens that are looked for before text is split: control tokens are special, user-defined are not."""
     return [
         {
             "id": token_id,
@@ -196,7 +196,7 @@ def _added_tokens(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:
 
 
 def _post_processor(keys: Fields, tokens: list[str], *, add_bos: bool) -> dict[str, Any] | None:
-    """Put the beginning and end of text around a prompt, as the file says or its kind of tokenizer does."""
+    """Add begin- and end-of-text tokens to a prompt, as the file says, or as its kind of tokenizer does."""
     front = _edge(keys, tokens, "bos", default=add_bos)
     back = _edge(keys, tokens, "eos", default=False)
     if not front and not back:

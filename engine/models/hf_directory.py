@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Text(msgspec.Struct):
-    """What a model's tokenizer files say."""
+    """The contents of a model's tokenizer files."""
 
     tokenizer_json: Path
     chat_template: str | None
@@ -27,7 +27,7 @@ class _Text(msgspec.Struct):
 
 
 def read_directory(name: str, config_path: Path, *, weights_needed: bool) -> ModelManifest:
-    """Read a config and what lies beside it: of the weights, when needed, the headers only. Raises ModelError."""
+    """Read a config and the files beside it; of weights, if needed, only the headers. Raises ModelError."""
     directory = config_path.parent
     config_file = read_json(config_path)
     files = find_weights(directory) if weights_needed else ()
@@ -86,7 +86,7 @@ def load_tokenizer(path: Path) -> "Tokenizer":
 
 
 def _token_text(document: Fields, key: str) -> str:
-    """A special token, written as a string or as an object with its content."""
+    """Read a special token, written as a string or as an object with its content."""
     value: Any = document.values.get(key)
     if isinstance(value, dict):
         value = value.get("content")
@@ -96,7 +96,7 @@ def _token_text(document: Fields, key: str) -> str:
 
 
 def _chat_template(directory: Path, tokenizer_config: Fields) -> str | None:
-    """The file chat_template.jinja wins, as in transformers; of several named ones, "default"."""
+    """Return the chat template: chat_template.jinja first, as in transformers; of several named ones, "default"."""
     path = directory / "chat_template.jinja"
     if path.exists():
         try:

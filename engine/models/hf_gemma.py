@@ -9,7 +9,7 @@ _HEAD_DIM = 256  # where a config names none
 
 
 def gemma2_config(config: Fields, weights_dtype: str | None) -> ModelConfig:
-    """Raises ModelError naming file and key."""
+    """Read a config of Gemma 2. Raises ModelError naming file and key."""
     max_position = config.integer("max_position_embeddings", 8192)
     return _gemma(
         config,
@@ -26,7 +26,7 @@ def gemma2_config(config: Fields, weights_dtype: str | None) -> ModelConfig:
 
 
 def gemma3_config(config: Fields, weights_dtype: str | None) -> ModelConfig:
-    """Raises ModelError naming file and key. Of a model with a vision tower, the text part."""
+    """Read a config of Gemma 3, or its text part beside a vision tower. Raises ModelError naming file and key."""
     if config.has("text_config"):
         text = nested(config, "text_config")
         shared = {key: config.values[key] for key in ("dtype", "torch_dtype") if config.has(key)}
@@ -62,7 +62,7 @@ def _gemma(
     attention_soft_cap: float,
     logit_soft_cap: float,
 ) -> ModelConfig:
-    """What both have in common. Every `pattern`th layer is without a window, unless `layer_types` says which."""
+    """Read what both have in common. Every `pattern`th layer has no window, unless `layer_types` says otherwise."""
     if config.values.get("use_bidirectional_attention"):
         raise config.error("use_bidirectional_attention", "is not supported")
     num_heads, num_layers = config.integer("num_attention_heads", 8), config.integer("num_hidden_layers", 26)
@@ -101,7 +101,7 @@ def _activation(config: Fields) -> str:
 
 
 def _soft_cap(config: Fields, key: str, absent: float) -> float:
-    """A cap; null turns it off, as 0 does for us."""
+    """Read a cap; null turns it off, which is 0 in our config."""
     if config.has(key):
         return config.number(key)
     return 0.0 if key in config.values else absent
@@ -117,7 +117,7 @@ def _windows(config: Fields, num_layers: int, pattern: int) -> tuple[int, ...]:
 
 
 def _gemma3_ropes(config: Fields, max_position: int) -> tuple[RopeConfig, RopeConfig]:
-    """Of layers without and with a window: one object for each (transformers 5), or keys of their own (4)."""
+    """Read the RoPE of layers without and with a window: an object each (transformers 5), or separate keys (4)."""
     theta, windowed_theta = config.number("rope_theta", 1e6), config.number("rope_local_base_freq", 10000.0)
     nothing = Fields(config.path, {})
     if config.has("rope_parameters"):

@@ -15,7 +15,7 @@ _ROPE_THETA = {"mixtral": 1e6}
 
 
 def llama_config(config: Fields, family: str, weights_dtype: str | None) -> ModelConfig:
-    """Raises ModelError naming file and key."""
+    """Read a config of `family`. Raises ModelError naming file and key."""
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     num_layers = config.integer("num_hidden_layers")
@@ -59,7 +59,7 @@ def _head_dim(config: Fields, family: str, hidden_size: int, num_heads: int) -> 
 
 
 def _rope(config: Fields, family: str) -> Fields:
-    """Phi-3's first configs call LongRoPE by its older names, of which one is another type elsewhere."""
+    """Return the rotary parameters, renaming "su" and "yarn" of Phi-3's first configs, which both meant LongRoPE."""
     rope = rope_fields(config)
     if family == "phi3":
         renamed = {key: "longrope" for key in ("type", "rope_type") if rope.values.get(key) in ("su", "yarn")}
@@ -75,7 +75,7 @@ def _activation(config: Fields) -> str:
 
 
 def _windows(config: Fields, family: str, num_layers: int) -> tuple[int, ...]:
-    """Window of each layer in positions, 0 = all; () when no layer has one."""
+    """Return each layer's window in positions, 0 = all; () if no layer has one."""
     if family in ("llama", "olmo2", "granite"):
         return ()
     if family in ("mistral", "mixtral", "phi3"):
@@ -95,7 +95,7 @@ def _windows(config: Fields, family: str, num_layers: int) -> tuple[int, ...]:
 
 
 def _mixture(config: Fields, family: str, num_layers: int) -> dict[str, Any]:
-    """Fields of ModelConfig that say which layers have experts, and what they are like."""
+    """Return the fields of ModelConfig that describe experts, and say which layers have them."""
     if family == "mixtral":
         return {
             **_experts(config, "num_local_experts", 8, 2),
@@ -132,6 +132,6 @@ def _experts(config: Fields, key: str, absent: int, absent_per_token: int) -> di
 
 
 def _dense_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
-    """Layers named in `mlp_only_layers`, and those that `decoder_sparse_step` leaves out."""
+    """Return the layers named in `mlp_only_layers`, and those that `decoder_sparse_step` leaves out."""
     named, step = config.ids("mlp_only_layers"), config.integer("decoder_sparse_step", 1)
     return tuple(layer for layer in range(num_layers) if layer in named or (layer + 1) % step)

@@ -1,4 +1,4 @@
-"""Keys that configs of several families share, read in one way."""
+"""Readers of keys that the configs of several families share."""
 
 from engine.models.fields import Fields
 
@@ -6,7 +6,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def head_dim_of(config: Fields, absent: int) -> int:
-    """`head_dim`, or `absent`. Raises ModelError for one that rotary embeddings cannot halve."""
+    """Read `head_dim`, or take `absent`. Raises ModelError for an odd one, which rotary embeddings cannot halve."""
     head_dim = config.integer("head_dim", absent)
     if head_dim % 2:
         raise config.error("head_dim", f"must be even for rotary embeddings, is {head_dim}")
@@ -15,12 +15,12 @@ def head_dim_of(config: Fields, absent: int) -> int:
 
 def hidden_per_head(config: Fields, hidden_size: int, num_heads: int, *, heads_key: str = "num_attention_heads") -> int:
     if hidden_size % num_heads:
-        raise config.error("hidden_size", f"{hidden_size} is no multiple of {heads_key} {num_heads}")
+        raise config.error("hidden_size", f"{hidden_size} is not a multiple of {heads_key} {num_heads}")
     return hidden_size // num_heads
 
 
 def kv_heads_of(config: Fields, num_heads: int, absent: int) -> int:
-    """`num_key_value_heads`: `absent` when the key is, as many as heads when it is null."""
+    """Read `num_key_value_heads`: `absent` if the key is absent, as many as heads if it is null."""
     kv_heads = config.integer("num_key_value_heads", num_heads if "num_key_value_heads" in config.values else absent)
     if num_heads % kv_heads:
         raise config.error("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {num_heads}")
@@ -28,7 +28,7 @@ def kv_heads_of(config: Fields, num_heads: int, absent: int) -> int:
 
 
 def dtype_of(config: Fields, weights_dtype: str | None) -> str:
-    """The checkpoint's dtype; `weights_dtype` is what the weight files hold, for configs that name none."""
+    """Return the checkpoint's dtype; `weights_dtype` is what the weight files hold, for configs that name none."""
     key = "dtype" if config.has("dtype") else "torch_dtype"
     name = config.text(key, "auto").removeprefix("torch.")
     if name == "auto":
@@ -39,7 +39,7 @@ def dtype_of(config: Fields, weights_dtype: str | None) -> str:
 
 
 def windows_of_types(config: Fields, window: int, num_layers: int, switch: str) -> tuple[int, ...]:
-    """Window of each layer by `layer_types`; `switch` names the keys that give `window`, 0 when they do not."""
+    """Return each layer's window by `layer_types`; `switch` names the keys that give `window`, 0 if they do not."""
     types = config.values["layer_types"]
     if not isinstance(types, list) or len(types) != num_layers:
         raise config.error("layer_types", f"must list num_hidden_layers = {num_layers} types")

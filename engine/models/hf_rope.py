@@ -27,13 +27,13 @@ _ROPE_KEYS = {
 
 
 def rope_fields(config: Fields) -> Fields:
-    """What the config says of its rotary embedding: `rope_parameters` (transformers 5) or `rope_scaling` (4)."""
+    """Return the config's rotary parameters: `rope_parameters` (transformers 5) or `rope_scaling` (4)."""
     key = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
     return nested(config, key)
 
 
 def nested(config: Fields, key: str) -> Fields:
-    """The object under `key`, empty if there is none."""
+    """Return the object under `key`, empty if there is none."""
     values = config.values.get(key) or {}
     if not isinstance(values, dict):
         raise config.error(key, f"must be an object, is {values!r}")
@@ -41,9 +41,9 @@ def nested(config: Fields, key: str) -> Fields:
 
 
 def read_rotary_dim(config: Fields, rope: Fields, head_dim: int, *, partial: bool) -> int:
-    """How many dimensions of a head rotate: all of them, unless the family knows `partial` rotation.
+    """Return how many dimensions of a head rotate: all of them, unless the family supports `partial` rotation.
 
-    The factor stands in `rope` or in `config` itself. Raises ModelError.
+    The factor is in `rope` or in `config` itself. Raises ModelError.
     """
     place = rope if rope.has("partial_rotary_factor") else config
     factor = place.number("partial_rotary_factor", 1.0)
@@ -66,7 +66,7 @@ def read_rope(
     *,
     partial: bool = False,
 ) -> RopeConfig:
-    """Read `rope`; the base may also stand in `config` itself. Raises ModelError."""
+    """Read `rope`; the base may also be in `config` itself. Raises ModelError."""
     unknown = [key for key in rope.values if key not in _ROPE_KEYS and rope.has(key)]
     if unknown:
         raise rope.error(unknown[0], "is not supported")

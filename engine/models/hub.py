@@ -26,7 +26,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def fetch_from_hub(name: str, progress: Progress, *, weights_needed: bool) -> Path:
-    """Download (or find in the hub's own cache) what a model needs. Raises ModelError saying what was tried."""
+    """Download what a model needs, or find it in the hub's own cache. Raises ModelError saying what was tried."""
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -43,7 +43,7 @@ def fetch_from_hub(name: str, progress: Progress, *, weights_needed: bool) -> Pa
     except Exception as error:  # the library lets its HTTP client's and the system's errors through
         reason = refusal or error
         raise ModelError(
-            f"cannot get model {name}: no such file or directory here, it is not whole in the hub's cache "
+            f"cannot get model {name}: no such file or directory here, no complete copy in the hub's cache "
             f"{constants.HF_HUB_CACHE}, and fetching it from {constants.ENDPOINT} failed: "
             f"{type(reason).__name__}: {_first_lines(reason)}"
         ) from error
@@ -51,7 +51,7 @@ def fetch_from_hub(name: str, progress: Progress, *, weights_needed: bool) -> Pa
 
 
 def _refusal(name: str) -> Exception | None:
-    """Why the hub does not give this model, asked with a deadline that the download functions lack; None if it does."""
+    """Return why the hub refuses this model, or None. Asks with a deadline, which the download functions lack."""
     import huggingface_hub
 
     try:
@@ -67,7 +67,7 @@ def _first_lines(error: Exception) -> str:
 
 
 def _progress_bar(name: str, progress: Progress) -> type[Any]:
-    """A tqdm that tells `progress` instead of drawing."""
+    """Return a tqdm that reports to `progress` instead of drawing."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class Bar(tqdm):

@@ -1,4 +1,4 @@
-"""How long work tells that it goes on."""
+"""Progress reports of work that takes long."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""From what the operator typed to a ModelManifest."""
+"""Turn what the operator typed into a ModelManifest."""
 
 import os
 from pathlib import Path
@@ -38,7 +38,7 @@ def _read(name: str, path: Path, *, weights_needed: bool) -> ModelManifest:
 
 
 def read_config(name: str, progress: Progress = silent) -> ModelConfig:
-    """Only a model's shape, named as for `prepare`. Raises ModelError."""
+    """Read only the shape of a model, named as for `prepare`. Raises ModelError."""
     path = _locate(name, progress, weights_needed=False)
     if path.suffix == ".gguf" and path.is_file():
         return read_gguf_config(path)
@@ -46,7 +46,7 @@ def read_config(name: str, progress: Progress = silent) -> ModelConfig:
 
 
 def _locate(name: str, progress: Progress, *, weights_needed: bool) -> Path:
-    """A directory, a .gguf file or a .json file that exists."""
+    """Return a directory, a .gguf file or a .json file that exists."""
     if name == "demo":
         return fetch_demo(progress)
     path = Path(os.path.expanduser(name)).absolute()

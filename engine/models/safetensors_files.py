@@ -25,7 +25,7 @@ class _Entry(msgspec.Struct):
 
 
 def find_weights(directory: Path) -> tuple[Path, ...]:
-    """The safetensors files of a Hugging Face directory, in load order. Raises ModelError."""
+    """Return the safetensors files of a Hugging Face directory, in load order. Raises ModelError."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if index.exists():
         return _shards(index)
@@ -50,7 +50,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
 
 
 def check_files(paths: tuple[Path, ...]) -> str | None:
-    """Check each header against its file. Returns the dtype that most values have, if it is one of ours.
+    """Check each header against its file. Return the dtype of most values, if it is one that we read.
 
     Raises ModelError naming the file.
     """
@@ -64,7 +64,7 @@ def check_files(paths: tuple[Path, ...]) -> str | None:
 
 
 def _check(path: Path) -> Counter[str]:
-    """Returns the bytes of each dtype."""
+    """Check one file. Returns the bytes of each dtype."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -79,7 +79,7 @@ def _check(path: Path) -> Counter[str]:
         raise ModelError(f"{path} is damaged: its header is not what safetensors writes: {error}") from error
     end = 8 + length + max((entry.data_offsets[1] for entry in entries.values()), default=0)
     if end != size:
-        state = "is truncated" if size < end else "has bytes too many"
+        state = "is truncated" if size < end else "has trailing bytes"
         raise ModelError(f"{path} {state}: {size} bytes, its header describes {end}")
     counted: Counter[str] = Counter()
     for entry in entries.values():

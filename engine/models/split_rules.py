@@ -1,7 +1,7 @@
-"""How byte-level BPE tokenizers cut text into words before merging: `tokenizer.ggml.pre` by name.
+"""Rules by which byte-level BPE tokenizers split text into words before merging: `tokenizer.ggml.pre` by name.
 
 A GGUF file names the rule only; the rules are those of the models' own tokenizer.json files, and
-"default" is llama.cpp's. Patterns apply one after the other, each within what the former left.
+"default" is llama.cpp's. Patterns apply one after the other, each to the pieces that the one before left.
 """
 
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""What models are built of: linear maps, norms, rotary embeddings, and the arithmetic below them."""
+"""The parts of models: linear maps, norms, rotary embeddings, and the arithmetic below them."""

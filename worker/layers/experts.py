@@ -39,7 +39,7 @@ class _Weight(Module):
 
 
 class _Expert(Module):
-    """Where one expert's MLP is loaded."""
+    """The parameters of one expert's MLP, as slices of all experts'."""
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, inner: Share) -> None:
         self.gate_up = _Weight(gate_up, {"gate": inner, "up": inner})

@@ -1,4 +1,4 @@
-"""What a device must know of a matrix product before it sees its weights."""
+"""The shape of a matrix product, which a device must know before it sees the weights."""
 
 from dataclasses import dataclass
 

@@ -13,7 +13,7 @@ from worker.ranks.group import Group
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a model's layers are built for."""
+    """The device and ranks that a model's layers are built for."""
 
     ops: Ops
     group: Group  # the ranks that share the model

@@ -1,4 +1,4 @@
-"""The arithmetic that layers stand on; one implementation for each kind of device."""
+"""The arithmetic below layers; each kind of device implements it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -7,7 +7,7 @@ import torch
 
 
 class Routes(NamedTuple):
-    """Which experts each of N tokens uses, no two alike, in an order that follows from its own row of logits."""
+    """The experts that each of N tokens uses, all different, in an order that follows from its own logits."""
 
     experts: torch.Tensor  # [N, k] int32
     weights: torch.Tensor  # [N, k] float32
@@ -38,7 +38,7 @@ class Ops(Protocol):
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x + delta, and its `rms_norm`; where the sum is rounded, maybe of the exact one.
+        """x + delta, and its `rms_norm`; the norm may be that of the sum before rounding.
 
         x and delta may be overwritten and must not be used again.
         """
@@ -59,9 +59,9 @@ class Ops(Protocol):
         """cap × tanh(x / cap) of each element."""
 
     def route(self, logits: torch.Tensor, count: int, renormalise: bool) -> Routes:
-        """The `count` most probable experts of each row of a router's logits [N, experts] float32; of equals the first.
+        """Choose the `count` most probable experts of each row of a router's logits [N, experts] float32.
 
-        They weigh their softmax probability, made to sum to 1 if `renormalise`.
+        Of equals the first ones win. Weights are softmax probabilities, made to sum to 1 if `renormalise`.
         """
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:

@@ -101,7 +101,7 @@ def _yarn(config: RopeConfig, head_dim: int, positions: torch.Tensor) -> torch.T
     frequencies = _inverse_frequencies(config.theta, head_dim)
 
     def dimension(rotations: float) -> float:
-        """The (fractional) dimension that turns this often over the trained length."""
+        """Return the (fractional) dimension that turns this often over the trained length."""
         return (
             head_dim * math.log(config.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
         )

@@ -1,4 +1,4 @@
-"""What the loader asks of a checkpoint, whatever its file format."""
+"""The interface of a checkpoint to the loader, whatever its file format."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,7 +24,7 @@ class Checkpoint(Protocol):
     tensors: dict[str, TensorInfo]
 
     def read(self, name: str, share: Share | None = None, dim: int = 0) -> torch.Tensor:
-        """The tensor in the shape that `tensors` says, float32, bfloat16 or float16. Raises LoadError.
+        """Read a tensor in the shape that `tensors` says, as float32, bfloat16 or float16. Raises LoadError.
 
         With a `share`, that part of it along `dim` (0 or 1), and no more of the file than holds it.
         """

@@ -47,8 +47,8 @@ class GgufCheckpoint:
             raise LoadError(f"{self._file}: no such file")
         try:
             return gguf.GGUFReader(self._file)
-        except Exception as error:  # the package checks little: whatever a corrupt header makes it stumble over
-            raise LoadError(f"{self._file}: not a whole GGUF file: {type(error).__name__}: {error}") from error
+        except Exception as error:  # the package checks little, so a corrupt header may raise anything
+            raise LoadError(f"{self._file}: not a complete GGUF file: {type(error).__name__}: {error}") from error
 
     def read(self, name: str, share: Share | None = None, dim: int = 0) -> torch.Tensor:
         tensor, shape = self._data[name], self.tensors[name].shape
@@ -74,7 +74,7 @@ def _dequantized(data: np.ndarray[Any, Any], kind: Type) -> np.ndarray[Any, Any]
 
 
 def _columns(data: np.ndarray[Any, Any], kind: Type, share: Share) -> np.ndarray[Any, Any]:
-    """Some columns of a matrix whose rows are quantised in blocks: the blocks that hold them, cut to size."""
+    """Read columns of a matrix whose rows are quantised in blocks: dequantise the blocks that hold them, and cut."""
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     per_block = block_bytes if data.dtype == np.uint8 else block  # entries of `data`: bytes, or the numbers themselves
     first, last = share.start // block, -(-share.stop // block)

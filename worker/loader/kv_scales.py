@@ -10,7 +10,7 @@ _NAME = re.compile(r"\blayers\.(?P<layer>\d+)\.self_attn\.(attn\.|k_proj\.|v_pro
 
 
 def is_kv_scale(name: str) -> bool:
-    """Is it the name of such a scale, in one of the spellings that are in use?"""
+    """Check whether a tensor is such a scale, in any of the spellings in use."""
     return _NAME.search(name) is not None
 
 
@@ -27,11 +27,11 @@ def kv_scales(manifest: ModelManifest) -> tuple[tuple[float, float], ...]:
         if match := _NAME.search(name):
             scale = checkpoint.read(name).flatten().tolist()
             if len(scale) != 1 or not 0 < scale[0] < float("inf"):
-                raise LoadError(f"{manifest.source}: {name} is {scale}, and should be one positive number")
+                raise LoadError(f"{manifest.source}: {name} must be one positive number, is {scale}")
             found[int(match["layer"]), match["of"]] = scale[0]
     if not found:
         return ()
     layers = range(manifest.config.num_layers)
     if missing := [f"layer {layer} {of}" for layer in layers for of in "kv" if (layer, of) not in found]:
-        raise LoadError(f"{manifest.source}: has scales of K and V, but none for {', '.join(missing)}")
+        raise LoadError(f"{manifest.source}: has K and V scales for some layers, but none for {', '.join(missing)}")
     return tuple((found[layer, "k"], found[layer, "v"]) for layer in layers)

@@ -1,4 +1,4 @@
-"""Fill every parameter of a model exactly once, or refuse with the whole list of what does not fit."""
+"""Fill every parameter of a model exactly once, or refuse with a list of everything that does not fit."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from worker.models import FAMILIES
 
 Progress = Callable[[str, int, int], None]
 
-# Tensors that some files carry though the config says all there is to know: tables of RoPE frequencies.
+# RoPE frequencies that some files carry, although the config says all there is to know.
 IGNORED = ("model.layers.{}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "rope_freqs.weight")
 LISTED = 20  # names of each kind in an error
 
@@ -36,7 +36,7 @@ def load_checkpoint(manifest: ModelManifest, parameters: dict[str, Parameter], p
         checkpoint = GgufCheckpoint(manifest.weight_files, config.num_heads, config.num_kv_heads)
         fill(checkpoint, family.gguf_names, parameters, manifest, progress)
     else:
-        raise LoadError(f"{manifest.source}: holds no weights; --load-format dummy makes random ones")
+        raise LoadError(f"{manifest.source}: has no weights; use --load-format dummy for random ones")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def _with_root(names: dict[str, str], roots: tuple[tuple[str, str], ...], checkp
 
 
 def _sources(names: dict[str, str], path: str, parameter: Parameter) -> list[_Source]:
-    """Where a checkpoint with these names has a parameter: in one tensor, or in one for each map that it merges."""
+    """Find a parameter in a checkpoint with these names: one tensor, or one for each map that it merges."""
     module, _, leaf = path.rpartition(".")
     dim, offset = parameter.dim, parameter.offset
     if (theirs := _checkpoint_name(names, module)) is not None:
@@ -131,7 +131,7 @@ def _check(checkpoint: Checkpoint, sources: list[_Source], ignored: set[str], ma
 
 
 def _checkpoint_name(names: dict[str, str], path: str) -> str | None:
-    """The checkpoint's name for a part of the model, like "layers.3.mlp.down"; None if `names` has none."""
+    """Return the checkpoint's name for a part of the model, like "layers.3.mlp.down"; None if `names` has none."""
     parts = path.split(".")
     theirs = names.get(".".join("{}" if part.isdecimal() else part for part in parts))
     return None if theirs is None else theirs.format(*(part for part in parts if part.isdecimal()))

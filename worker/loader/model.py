@@ -1,4 +1,4 @@
-"""From options to a model on a device: its family, its dtype, its weights."""
+"""Build and fill a model on a device: its family, its dtype, its weights."""
 
 import torch
 

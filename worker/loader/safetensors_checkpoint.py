@@ -29,7 +29,7 @@ class SafetensorsCheckpoint:
             # The library checks that the header fits the file's length.
             opened: Any = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise LoadError(f"{file}: not a whole safetensors file: {error}") from error
+            raise LoadError(f"{file}: not a complete safetensors file: {error}") from error
         self._files[file] = opened
         for name in opened.keys():  # noqa: SIM118 - not a mapping
             if name in self.tensors:

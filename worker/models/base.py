@@ -1,4 +1,4 @@
-"""What the worker and the loader ask of a model."""
+"""The interface of models to the worker and the loader."""
 
 from abc import ABC, abstractmethod
 from typing import ClassVar

@@ -80,6 +80,8 @@ class Attention(Module):
             self.q_norm = RMSNorm(target, self.head_dim, config.norm_eps, offset=norm_offset)
             self.k_norm = RMSNorm(target, self.head_dim, config.norm_eps, offset=norm_offset)
         self.rotary_dim = config.rotary_dim or self.head_dim
+        if self.rotary_dim < self.head_dim and self.q_norm is not None:
+            raise ValueError("heads that rotate in part are not supported together with norms of q and k")
 
     def pack(self) -> None:
         """Sort each head's dimensions as kernels rotate them, where not all of them rotate."""
@@ -121,7 +123,7 @@ class Llama(Model):
 
     hugging_face_names: ClassVar[dict[str, str]] = HUGGING_FACE_NAMES
     gguf_names: ClassVar[dict[str, str]] = GGUF_NAMES
-    norm_offset: ClassVar[float] = 0.0  # of the last norm
+    norm_offset: ClassVar[float] = 0.0  # on the weight of the last norm
 
     def __init__(
         self, config: ModelConfig, ops: Ops, *, dtype: torch.dtype, max_position: int, group: Group = ALONE

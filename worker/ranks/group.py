@@ -1,4 +1,4 @@
-"""What crosses between ranks that share a model, each a process that holds its `proto.division.Division`.
+"""The exchanges between ranks that share a model, each a process that holds the part `proto.division` gives it.
 
 All ranks run the same plans.
 """
@@ -37,11 +37,11 @@ class Group(Division):
         return x
 
     def concatenate(self, x: "torch.Tensor") -> "torch.Tensor":
-        """All ranks' x [N, part], side by side in the order of ranks: [N, size × part]."""
+        """Return all ranks' x [N, part], side by side in the order of ranks: [N, size × part]."""
         return x
 
     def gather(self, x: "torch.Tensor", share: Share) -> "torch.Tensor":
-        """All ranks' shares of each row, put together: x [N, size] → [N, total] on every rank, exactly as it was.
+        """Put all ranks' shares of each row together: x [N, size] → [N, total] on every rank, exactly as it was.
 
         Shares may be unequal or copied, unlike those of `concatenate`.
         """
@@ -53,18 +53,18 @@ class Group(Division):
         return self.sum(whole)
 
     def minimum(self, value: int) -> int:
-        """The smallest of all ranks' values."""
+        """Return the smallest of all ranks' values."""
         return value
 
     def agree(self, find: Callable[[], T]) -> T:
-        """What rank 0 finds, on every rank."""
+        """Return what rank 0 finds, on every rank."""
         return find()
 
     def check_same(self, values: tuple[int, ...], what: str) -> None:
         """Raises RuntimeError when this rank's values are not those of rank 0; `what` names them."""
 
     def of_rank_0(self, x: "torch.Tensor") -> "torch.Tensor":
-        """Rank 0's x on every rank; whatever is in others' x, which may be overwritten."""
+        """Return rank 0's x on every rank; the other ranks' x may hold anything and may be overwritten."""
         return x
 
 
