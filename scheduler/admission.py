@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from proto.config import SchedulerOptions
-from proto.messages import ID_BYTES, Admit, RejectCode, WorkerFacts, column
+from proto.messages import ID_BYTES, Admit, RejectCode, WorkerFacts
 from scheduler.kv_cache import KvCache
 from scheduler.policy import Obstacle, OutputLengths, PrefillSpeed, Thrash
 from scheduler.request import Request
@@ -37,40 +37,24 @@ class Admission:
         self.thrash = Thrash()
 
     def never(self, admit: Admit) -> Refusal | None:
-        """Refuse a request that could not run even on an empty machine."""
+        """Refuse a request that could not run even on an empty machine. Its ids and lengths have been checked."""
         prompt = len(admit.prompt_ids) // ID_BYTES
         longest = prompt + admit.max_new_tokens
-        if prompt == 0:
-            return Refusal(RejectCode.INVALID, "prompt", "the prompt has no tokens")
-        ids = column(admit.prompt_ids + admit.output_ids)
-        lowest, highest = int(ids.min()), int(ids.max())
-        if lowest < 0 or highest >= self._facts.vocab_size:
-            bad = lowest if lowest < 0 else highest
-            return Refusal(
-                RejectCode.INVALID, "prompt", f"token id {bad} is outside 0..{self._facts.vocab_size - 1} (vocabulary)"
-            )
-        if longest > self._facts.max_model_len:
-            return Refusal(
-                RejectCode.INVALID,
-                "max_new_tokens",
-                f"prompt ({prompt} tokens) + max_new_tokens ({admit.max_new_tokens}) = {longest} exceeds "
-                f"max_model_len ({self._facts.max_model_len})",
-            )
         # The last id is never fed back, so its K/V need no room.
         lacking = self._cache.lacking(max(longest - 1, prompt))
         if lacking is not None:
             return Refusal(
                 RejectCode.INVALID,
-                "max_new_tokens",
-                f"prompt ({prompt} tokens) + max_new_tokens ({admit.max_new_tokens}) needs {lacking[0]} KV pages of "
+                "stopping.max_new_tokens",
+                f"{prompt} prompt tokens and max_new_tokens ({admit.max_new_tokens}) need {lacking[0]} KV pages of "
                 f"{self._facts.page_size} tokens; the worker has {lacking[1]}",
             )
         if not self._options.chunked_prefill and prompt > self._budget:
             return Refusal(
                 RejectCode.INVALID,
                 "prompt",
-                f"the prompt has {prompt} tokens; without chunked prefill max_num_batched_tokens "
-                f"({self._budget}) is the limit",
+                f"must have at most {self._budget} tokens, not {prompt}: without chunked prefill, "
+                "max_num_batched_tokens is the limit",
             )
         return None
 

@@ -161,33 +161,17 @@ def test_equal_seeds_give_equal_plans() -> None:
 def test_what_can_never_fit_is_refused_and_the_queue_advances() -> None:
     """K20."""
     ring = Ring(make_scheduler_options(), make_facts(num_pages=20, max_model_len=200))
-    for number, prompt, max_new, field in [
-        (1, 10, 72, "72"),
-        (2, 150, 60, "210"),
-        (3, 0, 5, "no token"),
-    ]:
-        ring.send(make_admit(rid_of(number), [1] * prompt, max_new))
-        ring.collect()
-        reject = ring.received[rid_of(number), 1].reject
-        assert reject is not None
-        assert reject.code is RejectCode.INVALID
-        assert field in reject.message
-        assert reject.field
+    ring.send(make_admit(rid_of(1), [1] * 10, 72))
+    ring.collect()
+    reject = ring.received[rid_of(1), 1].reject
+    assert reject is not None
+    assert (reject.code, reject.field) == (RejectCode.INVALID, "stopping.max_new_tokens")
+    assert "10 prompt tokens and max_new_tokens (72) need 21 KV pages" in reject.message
     ring.send(make_admit(rid_of(4), [1] * 10, 71))  # 80 K/V: exactly the pool
     ring.send(make_admit(rid_of(5), [2] * 10, 5))
     ring.drain()
     assert len(ring.received[rid_of(4), 1].ids) == 71
     assert len(ring.received[rid_of(5), 1].ids) == 5
-
-
-def test_ids_outside_the_vocabulary_are_refused() -> None:
-    ring = ring_of()
-    for number, bad in [(1, VOCAB), (2, -1)]:
-        ring.send(make_admit(rid_of(number), [1, bad, 2], 5))
-        ring.collect()
-        reject = ring.received[rid_of(number), 1].reject
-        assert reject is not None
-        assert f"token id {bad} " in reject.message
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
@@ -297,7 +281,7 @@ def test_without_chunked_prefill_a_prompt_runs_in_one_step(depth: int) -> None:
     ring.drain()
     reject = ring.received[rid_of(1), 1].reject
     assert reject is not None
-    assert "max_num_batched_tokens (64)" in reject.message
+    assert reject.message.startswith("must have at most 64 tokens, not 65")
     sizes = [int(count) for plan in ring.plans for _, count, _ in column(plan.chunks).reshape(-1, 3)]
     assert 64 in sizes
     assert ring.received[rid_of(4), 1].ended_at < ring.received[rid_of(3), 1].ended_at

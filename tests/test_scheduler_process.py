@@ -116,7 +116,7 @@ def test_requests_run_through_the_process(ring: Surroundings) -> None:
     assert isinstance(ready, Ready)
     assert ready.pid == ring.process.pid
     ring.outboxes[StageKind.TOKENIZER].send(late)
-    ring.outboxes[StageKind.TOKENIZER].send(msgspec.structs.replace(bad, max_new_tokens=500))
+    ring.outboxes[StageKind.TOKENIZER].send(msgspec.structs.replace(bad, max_new_tokens=100_000))
     ids: dict[int, list[int]] = {early.rid: [], late.rid: []}
     ended = 0
     while ended < 2:

@@ -61,8 +61,8 @@ def test_the_smallest_pool_that_can_serve_any_length() -> None:
     tiny.collect()
     reject = tiny.received[rid_of(1), 1].reject
     assert reject is not None
-    assert (reject.code, reject.field) == (RejectCode.INVALID, "max_new_tokens")
-    assert "needs 4 KV pages of 4 tokens; the worker has 3" in reject.message
+    assert (reject.code, reject.field) == (RejectCode.INVALID, "stopping.max_new_tokens")
+    assert "need 4 KV pages of 4 tokens; the worker has 3" in reject.message
     play(tiny, 2, ids(8), 4)  # three pages hold all of it
 
 
