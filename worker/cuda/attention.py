@@ -86,7 +86,8 @@ class MakeBackend(Protocol):
     def __call__(
         self, shape: AttentionShape, limits: Limits, kv_format: KvFormat, *, deterministic: bool
     ) -> CudaAttention:
-        """`deterministic`: a row's bits must not depend on the rest of the batch."""
+        """`deterministic`: a row's bits must not depend on the rest of the batch, whose chunks come cut into short rows
+        (see `worker.cuda.tiles`)."""
 
 
 def pad_indptr(lists: StepBatch | PageLists | None, bucket: int) -> I32Array:

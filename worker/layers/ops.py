@@ -18,7 +18,7 @@ Experts = Callable[[torch.Tensor, Routes], torch.Tensor]  # x [N, hidden] → [N
 
 
 class Ops(Protocol):
-    """Row-wise arithmetic under the law: the bits of a row do not depend on the rows around it.
+    """Batch-invariant row-wise arithmetic: the bits of a row do not depend on the rows around it.
 
     Matrices are [N, features] in the model's dtype, with N a multiple of `row_multiple`: the model pads once.
     Each result is computed in float32 and rounded once.

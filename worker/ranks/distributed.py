@@ -43,7 +43,7 @@ class DistributedGroup(Group):
             )
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        # Not gloo's all-reduce, which adds in an order that depends on an element's place: the law forbids it.
+        # Not gloo's all-reduce, which adds in an order that depends on an element's place: no batch invariance.
         return add_in_order(self._gather(x))
 
     def concatenate(self, x: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ class Group(Division):
         super().__init__(rank, size)
 
     def sum(self, x: "torch.Tensor") -> "torch.Tensor":
-        """Σ of all ranks' x, the same bits on every rank, and under the law in each row whatever the other rows are.
+        """Return Σ of all ranks' x: the same bits on every rank and, where rows are batch-invariant, in any company.
 
         x may be overwritten.
         """

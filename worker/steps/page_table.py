@@ -133,7 +133,7 @@ class PageTable:
         self, before: PageLists, slots: I32Array, positions: I32Array, entering: npt.NDArray[np.intp]
     ) -> PageLists:
         """Make the lists of the same decode rows one token on; those `entering` begin a page."""
-        kv_slots = before.kv_slots + np.int32(1)
+        kv_slots = before.kv_slots + np.int32(1) if self._lists_pages else _NOTHING
         first = self._first_seen(positions) if self.window else before.first_pages
         if not len(entering) and (not self.window or np.array_equal(first, before.first_pages)):
             return PageLists(kv_slots, before.kv_indptr, before.kv_indices, before.first_pages, before.list_version)
