@@ -71,6 +71,9 @@ def play(ranks: Ranks, options: WorkerOptions, stray: bool = False) -> tuple[Pla
         ("qwen3_moe", {}, {}),
         ("gemma2", {}, {}),
         ("mistral", {"window": 9}, {}),
+        ("olmo2", {"num_key_value_heads": 1}, {}),  # norms over the heads of all ranks
+        ("olmo2", {}, {"deterministic": True}),
+        ("phi3", {}, {}),
     ],
     ids=str,
 )

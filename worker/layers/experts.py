@@ -16,8 +16,8 @@ class Router(Module):
         self.out_features, self.in_features = experts, hidden
         self.weight = Parameter(torch.empty(experts, hidden, dtype=target.dtype))
         self.packed: Packed = None  # what `Ops.pack` makes of the weight in float32
-        self._count = count
-        self._renormalise = renormalise
+        self.count = count
+        self.renormalise = renormalise
         self._ops = target.ops
 
     def pack(self) -> None:
@@ -28,7 +28,7 @@ class Router(Module):
 
     def __call__(self, x: torch.Tensor) -> Routes:
         """Choose for each row of x [N, hidden]."""
-        return self._ops.route(self._ops.linear(x.float(), self.packed), self._count, self._renormalise)
+        return self._ops.route(self._ops.linear(x.float(), self.packed), self.count, self.renormalise)
 
 
 class _Weight(Module):
