@@ -24,8 +24,8 @@ class Module:
     """A part of a model. Its attributes hold parameters, other modules, and lists of modules; others are ignored.
 
     Public attributes are for whoever assembles a step of its own from the layers: weights and what they are packed to,
-    sizes, constants. Attributes are walked in the order in which they were first assigned, and their paths name the parameters:
-    "layers.3.mlp.down.weight". A parameter that is reached twice, as a tied one, belongs to its first path.
+    sizes, constants. Attributes are walked in the order in which they were first assigned, and their paths name the
+    parameters: "layers.3.mlp.down.weight". A parameter that is reached twice, as a tied one, belongs to its first path.
     """
 
     def parameters(self) -> dict[str, Parameter]:
