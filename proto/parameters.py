@@ -14,6 +14,7 @@ keys of batch files follow. `tests/test_parameters.py` holds the two against eac
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
@@ -27,7 +28,7 @@ MAX_INT32 = 2**31 - 1
 MAX_UINT64 = 2**64 - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Spec:
     """Facts about a parameter that its field's type and default do not give."""
 
@@ -39,12 +40,12 @@ class Spec:
     metavar: str = ""
     flag: str = ""  # "" = the name's, with dashes
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The field's own name in the .proto, which is also the client's keyword argument."""
         return self.path.rpartition(".")[2]
 
-    @property
+    @cached_property
     def parent(self) -> str:
         """The field of GenerateRequest whose message holds it; "" = GenerateRequest itself."""
         return self.path.rpartition(".")[0]

@@ -199,7 +199,7 @@ class Pair:
         if not isinstance(emit, Emit):
             return
         self.rows = len(emit.rids) // 8
-        self.tokens += len(emit.ids) // 4
+        self.tokens += len(emit.ids) // ID_BYTES
         self.step = emit.step
         if emit.finishes:
             self.finished += int(np.count_nonzero(column(emit.finishes, U8)))

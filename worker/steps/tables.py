@@ -7,7 +7,7 @@ Python only for what changed.
 import numpy as np
 import numpy.typing as npt
 
-from proto.messages import U8, AdmitRow, StepPlan, WorkerFacts, column
+from proto.messages import ID_BYTES, U8, AdmitRow, StepPlan, WorkerFacts, column
 from worker.steps.batch import I32Array, PageLists, StepBatch
 from worker.steps.page_table import PageTable, outside
 from worker.steps.sampling import SAMPLING, SamplingRows, sampling_records
@@ -104,7 +104,7 @@ class SlotTables:
 
     def running_through(self, plan: StepPlan) -> bool:
         """Return whether a slot was in use before the plan that stays in use after its releases."""
-        return int(np.count_nonzero(self._live)) > len(plan.released) // 4
+        return int(np.count_nonzero(self._live)) > len(plan.released) // ID_BYTES
 
     def apply(self, plan: StepPlan) -> StepBatch:
         """Apply a plan in the order of its fields. Raises PlanError.
