@@ -8,8 +8,7 @@ import torch
 
 from worker.cuda.sampling import Mode
 from worker.cuda.step import GpuStep
-
-Progress = Callable[[str, int, int], None]
+from worker.loader.load import Progress
 
 
 def bucket_sizes(max_rows: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from worker.cuda.attention import CudaAttention, KvFormat, Limits
 from worker.cuda.backends import BACKENDS
 from worker.cuda.device import CudaDevice, Graphs, pages_per_slot, words_of_a_step
 from worker.cuda.gpus import require_cuda
-from worker.cuda.graphs import DecodeGraphs, Progress
+from worker.cuda.graphs import DecodeGraphs
 from worker.cuda.memory import Measured, pool_pages, used_memory
 from worker.cuda.ops import CudaOps
 from worker.cuda.piecewise import PiecewiseGraphs, busy_tokens, token_sizes
@@ -26,6 +26,7 @@ from worker.cuda.tiles import list_stride, most_rows, tokens_of_a_tile
 from worker.device import DeviceError, facts_of, wanted_length
 from worker.layers.attention import AttentionShape, choose_backend
 from worker.loader.kv_scales import kv_scales
+from worker.loader.load import Progress
 from worker.loader.model import load_model, resolve_dtype
 from worker.ranks.group import ALONE, Group
 from worker.steps.prompts import step as prompts_step
