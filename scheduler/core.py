@@ -150,17 +150,17 @@ class Scheduler:
         view, limits, preempted = self._plan_decodes()
         chunks: dict[Request, int] = {}
         admits: list[AdmitRow] = []
-        if self._running.prefills or self._queues:
+        if self._running.prefills or self._queues.count:
             # Who was just preempted must not come straight back, unless nothing else would run.
-            may_admit = not (forced or preempted) or not (len(view) or self._flight)
+            may_admit = not (forced or preempted) or not (view.count or self._flight)
             # Without chunked prefill a prompt may need the whole step: then decodes pause for one.
             paused = self._prefill.cramped and may_admit
-            budget = self._budget if paused else self._budget - (len(view) if limits is None else int(limits.sum()))
+            budget = self._budget if paused else self._budget - (view.count if limits is None else int(limits.sum()))
             share = self._prefill.share(budget, self._step, may_admit, now)
             chunks, admits = share.chunks, share.admits
             if paused and chunks:
                 view, limits = self._rows.view(view.slots[:0]), None
-        if not len(view) and not chunks:
+        if not view.count and not chunks:
             return self._plan_with_fewer(now) if self._running.prefills and not self._flight else None
         plan = self._issue(view, limits, chunks, admits)
         if len(self._flight) == 1:
@@ -177,7 +177,7 @@ class Scheduler:
         totals = dataclasses.asdict(self.counts)
         return {
             "running": float(self._rows.count),
-            "waiting": float(len(self._queues)),
+            "waiting": float(self._queues.count),
             "waiting_tokens": float(self._queues.tokens),
             "steps": float(self._step),
             **self._cache.counters(),
@@ -306,7 +306,7 @@ class Scheduler:
         rewinds = self._rows.drain_rewinds(view) if running.speculation else b""
         decode_slots = None if view.version == self._sent_version else view.slots.tobytes()
         self._sent_version = view.version
-        if len(view):
+        if view.count:
             running.decoded(view, limits)
         flight = InFlight(self._step + 1, view, limits, [], [], 0)
         packed = self._finish_chunks(flight, chunks) if chunks else b""
@@ -331,7 +331,7 @@ class Scheduler:
         """Rows of the chunks; those that complete their prompt sample, and decode from the next step on."""
         packed: list[int] = []
         sampling: list[Request] = []
-        row = len(flight.view)
+        row = flight.view.count
         for request, tokens in chunks.items():
             flight.prefill_tokens += tokens
             if request.done < request.tokens:

@@ -102,7 +102,7 @@ def _to_detokenizer(index: int, emit: Emit) -> Outgoing:
 
 def _emit(rows: StepRows) -> Emit:
     view = rows.view
-    finishes, matched, matched_eos = _end_columns(rows.ends, len(view)) if rows.ends else _NO_COLUMNS
+    finishes, matched, matched_eos = _end_columns(rows.ends, view.count) if rows.ends else _NO_COLUMNS
     return Emit(
         step=rows.step,
         rids=view.rids,

@@ -107,24 +107,28 @@ class KvCache:
 
     def allocate_prompt(self, request: Request) -> bytes:
         """Pages for all known ids of a request: those of its matched path, and own ones for the rest."""
-        path, tree = request.path, self.tree
+        hits, tree = request.path.length, self.tree
+        needed = -(-request.tokens // self.pool.page_size) - hits
+        if not hits:
+            return tree.allocate(needed)
         # Held before the allocation, which may evict what is idle.
-        held = tree.hold(path) if path.length else b""
-        return held + tree.allocate(self.pool.pages_of(request.tokens) - path.length)
+        held = tree.hold(request.path)
+        return held + tree.allocate(needed)
 
     def start_row(self, request: Request, table: bytes) -> tuple[bytes, bytes]:
         """A request has entered its slot with these pages; returns the pages of both groups that its plan names."""
         self.committed += request.expected_pages
         return table, b""
 
-    def extend_row(self, request: Request, tokens: int) -> int:
-        """Make sure of pages for the next `tokens` ids of a prefill; returns for how many there are some."""
-        return tokens
+    def plan_chunk(self, request: Request, tokens: int, table: bytes) -> int:
+        """Plan the next ids of a prefill, whose pages of group 0 are `table`; returns how many have pages.
 
-    def share_prefix(self, request: Request, table: bytes) -> None:
-        """Full pages enter the tree once they are planned: later rows, even of the same step, may hit them, since every
-        layer writes its K/V before attention reads."""
+        Full pages enter the tree once they are planned: later rows, even of the same step, may hit them, since every
+        layer writes its K/V before attention reads.
+        """
+        request.plan_chunk(tokens)
         self.tree.extend(request.path, request.ids, table, request.done // self.pool.page_size)
+        return tokens
 
     def append_pages(self, slots: I32Array, repeated: bool) -> None:
         """Give each of these rows one more page; with `repeated`, a row may stand here several times."""
@@ -151,11 +155,11 @@ class KvCache:
     def slide_requests(self, requests: list[Request]) -> None:
         """`slide` of these requests' rows."""
 
-    def release_rows(self, requests: list[Request], keep: bool) -> None:
-        """These rows end or are preempted; with `keep`, what they computed enters the prefix tree."""
-        computed = self._rows.computed([request.slot for request in requests])
-        for request, (table, ids, end) in zip(requests, computed, strict=True):
-            self.tree.release_row(request.path, table, ids, end if keep else 0)
+    def release_rows(self, requests: list[Request], slots: list[int], keep: bool) -> None:
+        """Release the pages of these requests in their slots; with `keep`, what they computed enters the tree."""
+        release_row = self.tree.release_row
+        for request, (table, ids, end) in zip(requests, self._rows.computed(slots), strict=True):
+            release_row(request.path, table, ids, end if keep else 0)
             self.committed -= request.expected_pages
 
     def distrust(self, request: Request) -> None:
@@ -269,17 +273,16 @@ class WindowedKvCache(KvCache):
         hits = self.window.start_row(request.slot, request.path.pages, request.expected_pages)
         return (b"" if self.window.virtual else table), hits
 
-    def extend_row(self, request: Request, tokens: int) -> int:
-        """Prompts get pages of group 1 chunk by chunk, as many as there are."""
-        return self.window.extend_row(request.slot, self._rows.pages[request.slot], request.done, tokens)
-
-    def share_prefix(self, request: Request, table: bytes) -> None:
-        super().share_prefix(request, table)
+    def plan_chunk(self, request: Request, tokens: int, table: bytes) -> int:
+        """As above. Prompts get pages of group 1 chunk by chunk, as many as there are."""
+        tokens = self.window.extend_row(request.slot, self._rows.pages[request.slot], request.done, tokens)
+        super().plan_chunk(request, tokens, table)
         path = request.path
         if path.detached:
             end, at = request.done // self.pool.page_size, path.length * ID_BYTES
             known = self.tree.known_below(path, request.ids, end)
             self.window.share_with(table[at : at + len(known)], known)
+        return tokens
 
     def _append(self, slots: I32Array, ranks: I32Array | None) -> I32Array:
         pages = super()._append(slots, ranks)
@@ -300,10 +303,9 @@ class WindowedKvCache(KvCache):
         if requests:
             self.slide(np.array([request.slot for request in requests], np.int32))
 
-    def release_rows(self, requests: list[Request], keep: bool) -> None:
-        slots, expected = [request.slot for request in requests], [request.expected_pages for request in requests]
-        self.window.release_slots(slots, expected)
-        super().release_rows(requests, keep)
+    def release_rows(self, requests: list[Request], slots: list[int], keep: bool) -> None:
+        self.window.release_slots(slots, [request.expected_pages for request in requests])
+        super().release_rows(requests, slots, keep)
 
     def distrust(self, request: Request) -> None:
         below = self.tree.known_below(request.path, request.ids, request.tokens // self.pool.page_size)

@@ -76,14 +76,14 @@ class Lifecycle:
 
     def admit(self, admit: Admit, detokenizer: int, step: int, now: int) -> None:
         """Queue a request, or refuse it, or report the end of one that has all its output already."""
-        refusal = self._admission.never(admit) or self._admission.queue_full(len(self._queues), self._queues.tokens)
+        refusal = self._admission.never(admit) or self._admission.queue_full(self._queues.count, self._queues.tokens)
         if refusal is not None:
             self.reject(admit.rid, admit.attempt, refusal)
             return
         request = self._make_request(admit, detokenizer, now)
         end = _end_of_output(request)
         if end is not None:
-            request.note_first_schedule(now, 0)
+            request.note_placement(now, 0, long=False)
             self._out.add_bare(step, BareRow(request, end, self.first_opening(request, now)))
             self.counts.finished += 1
             return
@@ -123,7 +123,7 @@ class Lifecycle:
         request.set_long(self._admission.is_long(uncached))
         self._queues.enqueue(request)
         if request.deadline:
-            if len(self._deadlines) > 2 * len(self._queues) + _STALE_DEADLINES:
+            if len(self._deadlines) > 2 * self._queues.count + _STALE_DEADLINES:
                 self._deadlines = [entry for entry in self._deadlines if self._waits(*entry[1:]) is not None]
                 heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (request.deadline, request.rid, request.attempt))

@@ -32,9 +32,7 @@ class PageError(RuntimeError):
 class PagePool:
     """The stack of free pages, with ids 0..num_pages-1. `on_release` is called with pages that become free."""
 
-    def __init__(
-        self, num_pages: int, page_size: int, on_release: Callable[[bytes], None] = lambda pages: None
-    ) -> None:
+    def __init__(self, num_pages: int, page_size: int, on_release: Callable[[bytes], None] | None = None) -> None:
         self._on_release = on_release
         self.num_pages = num_pages
         self.page_size = page_size
@@ -73,7 +71,8 @@ class PagePool:
         self.free = len(self._stack) // ID_BYTES
         if self.free > self.num_pages:
             raise PageError(f"{self.free} of {self.num_pages} pages are free: some were released twice")
-        self._on_release(pages)
+        if self._on_release is not None:
+            self._on_release(pages)
 
     def check(self, taken: bytes) -> None:
         """Raise PageError unless every page is either free or exactly once among those taken. O(pages), for tests."""

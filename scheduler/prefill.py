@@ -48,12 +48,12 @@ class PrefillPlanner:
         longs = [request for request in self._running.prefills if request.long]
         longs.sort(key=lambda request: self._queues.rank(request.work_class, request.arrival, now))
         shorts = [request for request in self._running.prefills if not request.long]
-        if longs and (shorts or self._queues):
+        if longs and (shorts or self._queues.count):
             self._advance(longs[0], budget // _LONG_SHARE, share)
         for request in shorts:
             self._advance(request, share.budget, share)
         stuck = self._stuck is not None and self._stuck == self._circumstances(step)
-        if may_admit and share.budget and self._queues and not stuck:
+        if may_admit and share.budget and self._queues.count and not stuck:
             self._admit(share, step, now)
         for request in longs:
             self._advance(request, share.budget, share)
@@ -107,10 +107,8 @@ class PrefillPlanner:
         share.chunks[request] = tokens = request.done - row.start
         share.budget -= tokens
         self._queues.account_prefill(request.work_class, tokens)
-        request.set_long(admission.is_long(request.tokens - row.start))
+        request.note_placement(now, row.start, admission.is_long(request.tokens - row.start))
         counts.prefix_query_tokens += request.tokens
         counts.prefix_hit_tokens += row.start
         if request.preemptions:
             admission.thrash.observe_recompute(request.tokens - row.start - 1)
-        if not request.first_scheduled:
-            request.note_first_schedule(now, min(row.start, request.prompt_len))

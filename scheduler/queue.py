@@ -68,12 +68,9 @@ class Queues:
         self._waiting = [0] * len(WorkClass)
         self._served = [0.0] * len(WorkClass)  # weighted tokens: each class's virtual time
         self._virtual_now = 0.0
-        self._count = 0
+        self.count = 0  # waiting requests
         self.tickets = 0  # requests queued so far
         self.tokens = 0  # ids of all waiting requests
-
-    def __len__(self) -> int:
-        return self._count
 
     def enqueue(self, request: Request) -> None:
         """Queue a new or preempted request; a preempted one keeps the place of its arrival."""
@@ -84,7 +81,7 @@ class Queues:
         self.tickets += 1
         request.queue(self.tickets, request.arrival - request.priority * PRIORITY_NS)
         self._waiting[work_class] += 1
-        self._count += 1
+        self.count += 1
         self.tokens += request.tokens
         self._lane(request).add(request)
 
@@ -115,7 +112,7 @@ class Queues:
                 head = other
             if head is None:
                 continue
-            if waiting == self._count:
+            if waiting == self.count:
                 return head
             rank = self.rank(work_class, head.arrival, now)
             if rank < best_rank:
@@ -145,5 +142,5 @@ class Queues:
     def _forget(self, request: Request) -> None:
         request.dequeue()
         self._waiting[request.work_class] -= 1
-        self._count -= 1
+        self.count -= 1
         self.tokens -= request.tokens

@@ -96,9 +96,12 @@ class Request:
         """Count its next ids as planned."""
         self.done += tokens
 
-    def note_first_schedule(self, now: int, cached_tokens: int) -> None:
-        self.first_scheduled = now
-        self.cached_tokens = cached_tokens
+    def note_placement(self, now: int, cached_tokens: int, long: bool) -> None:
+        """Keep when it was first placed, and how much of its prompt was cached then."""
+        self.long = long
+        if not self.first_scheduled:
+            self.first_scheduled = now
+            self.cached_tokens = min(cached_tokens, self.prompt_len)
 
     def start_decoding(self) -> None:
         self.state = State.DECODE

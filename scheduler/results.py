@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 
 from proto.messages import ID_BYTES, U8, Finish, RejectCode, RowStatus, StepResult, column
@@ -35,8 +36,7 @@ class InFlight:
     prefill_tokens: int
 
 
-@dataclass(slots=True)
-class _Ended:
+class _Ended(msgspec.Struct):
     """A row that ends with the id at a position."""
 
     row: int
@@ -78,7 +78,7 @@ class Results:
         view, keep = self._still_standing(flight, result)
         self._admission.speed.observe(flight.prefill_tokens, result.device_ns)
         generated = 0
-        if len(view):
+        if view.count:
             if counts is None:
                 generated = self._apply_ids(flight, view, keep, result, now)
             else:
@@ -105,7 +105,7 @@ class Results:
                 self._fail(slot)
         if keep is None:
             return view, None
-        self._lifecycle.counts.dropped_rows += len(view) - int(np.count_nonzero(keep))
+        self._lifecycle.counts.dropped_rows += view.count - int(np.count_nonzero(keep))
         return view.only(keep), keep
 
     def _fail(self, slot: int) -> None:
@@ -149,7 +149,7 @@ class Results:
         if keep is not None:
             ids, counts, limits = ids[keep.repeat(counts)], counts[keep], limits[keep]
         first = rows.outputs.known.take(view.index)
-        number = np.arange(len(view)).repeat(counts)  # row of each id
+        number = np.arange(view.count).repeat(counts)  # row of each id
         place = np.arange(len(ids)) - (counts.cumsum() - counts).repeat(counts)  # of each id in its row's run
         positions = first.take(number) + place
         full = positions + 1 >= rows.max_len.take(view.index.take(number))
@@ -173,7 +173,7 @@ class Results:
             runs.drop_empty(some)
             view = view.only(some)
             keep = some if keep is None else _refine(keep, some)
-        if not len(view):
+        if not view.count:
             return
         self._rows.identify(view)
         out = StepRows(flight.step, view, runs.first - view.prompt_lens, runs.ids, runs.counts)
@@ -235,7 +235,7 @@ class Results:
 
 def _counts(flight: InFlight, result: StepResult) -> I32Array | None:
     """Ids of each row in the result; None: one each. Raises WorkerError when they do not fit the plan."""
-    rows, ids = len(flight.view), len(result.ids) // ID_BYTES
+    rows, ids = flight.view.count, len(result.ids) // ID_BYTES
     if flight.limits is None and not result.counts:
         if ids != rows:
             raise WorkerError(f"step {result.step} sampled {rows} rows; its result has {ids} ids")

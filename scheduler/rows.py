@@ -24,6 +24,7 @@ class RowView:
 
     __slots__ = (
         "attempts",
+        "count",
         "departures",
         "detokenizers",
         "generations",
@@ -43,15 +44,13 @@ class RowView:
     max_lens: I32Array
 
     def __init__(self, slots: I32Array, index: Index, generations: I32Array, departures: int) -> None:
+        self.count = slots.size
         self.slots = slots
         self.index = index  # the slots
         self.generations = generations
         self.departures = departures  # `Rows.departures` then: unchanged means that all rows still stand
         self.identified = False
         self.version = next(_versions)
-
-    def __len__(self) -> int:
-        return self.slots.size
 
     def only(self, mask: Mask) -> "RowView":
         part = RowView(self.slots[mask], self.index[mask], self.generations[mask], self.departures)
@@ -88,7 +87,7 @@ class Rows:
         self.max_len = np.zeros(capacity, I32)
         self._planned = np.zeros(capacity, np.int32)
         self.room = np.zeros(capacity, np.int32)  # tokens that the row's pages hold
-        self.limits = np.zeros(capacity, np.int32)  # ids that a step may give the row at most
+        self.limits = np.ones(capacity, np.int32)  # ids that a step may give the row at most
         self._rewound = np.zeros(capacity, np.bool_)  # gained fewer ids than the worker assumes
         self.outputs = Outputs(capacity, max_pages * page_size)
         self.pages = np.zeros((capacity, max_pages), I32)
@@ -106,10 +105,8 @@ class Rows:
                 self.max_len,
                 self._planned,
                 self.room,
-                self.limits,
             )
         ]
-        self._rewound_cells = self._rewound.data
         self._generation_cells = self.generation.data
         self._room_cells = self.room.data
         self._planned_cells = self._planned.data
@@ -124,7 +121,7 @@ class Rows:
         """Put a request into a slot with pages for all its known ids; the first pages are those of its matched path."""
         slot = self.free.pop()
         request.enter_slot(slot, request.path.length, self.page_size)
-        rid, attempt, detokenizer, prompt_len, max_len, planned, room, limits = self._cells
+        rid, attempt, detokenizer, prompt_len, max_len, planned, room = self._cells
         rid[slot] = request.rid
         attempt[slot] = request.attempt
         detokenizer[slot] = request.detokenizer
@@ -132,8 +129,9 @@ class Rows:
         max_len[slot] = request.max_len
         planned[slot] = request.done
         room[slot] = len(pages) // ID_BYTES * self.page_size
-        limits[slot] = self._max_step_ids
-        self._rewound_cells[slot] = False
+        if self._max_step_ids > 1:
+            self.limits[slot] = self._max_step_ids
+            self._rewound[slot] = False
         self.outputs.start_row(slot, request.tokens)
         at = slot * self._row_bytes
         self._page_bytes[at : at + len(pages)] = pages

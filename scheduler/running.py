@@ -47,7 +47,8 @@ class Running:
         slot = self._rows.fill_slot(request, table)
         start = request.done
         pages, window_pages = self._cache.start_row(request, table)
-        self._plan_chunk(request, min(budget, request.tokens - start), table)
+        self._cache.plan_chunk(request, min(budget, request.tokens - start), table)
+        self._rows.set_planned(slot, request.done)
         if request.done < request.tokens:
             self.prefills.append(request)
         return AdmitRow(
@@ -63,12 +64,12 @@ class Running:
 
     def release_slots(self, requests: list[Request], keep: bool) -> None:
         """Empty the slots of these requests; with `keep`, what they computed enters the prefix tree."""
-        self._cache.release_rows(requests, keep)
         slots = [request.slot for request in requests]
-        for request in requests:
+        self._cache.release_rows(requests, slots, keep)
+        for request, slot in zip(requests, slots, strict=True):
             if request.state is State.PREFILL and request.done < request.tokens:
                 self.prefills.remove(request)
-            self._decoding_cells[request.slot] = False
+            self._decoding_cells[slot] = False
         self._forget_view()
         self._released += slots
         self._rows.clear_slots(slots)
@@ -85,16 +86,10 @@ class Running:
 
     def advance(self, request: Request, tokens: int) -> int:
         """Plan the next ids of a prefill; returns how many: fewer when pages of layers behind windows are short."""
-        tokens = self._plan_chunk(request, tokens, self._rows.table(request.slot))
+        tokens = self._cache.plan_chunk(request, tokens, self._rows.table(request.slot))
+        self._rows.set_planned(request.slot, request.done)
         if request.done == request.tokens:
             self.prefills.remove(request)
-        return tokens
-
-    def _plan_chunk(self, request: Request, tokens: int, table: bytes) -> int:
-        tokens = self._cache.extend_row(request, tokens)
-        request.plan_chunk(tokens)
-        self._rows.set_planned(request.slot, request.done)
-        self._cache.share_prefix(request, table)
         return tokens
 
     def start_decoding(self, view: RowView, requests: list[Request]) -> RowView:
@@ -143,9 +138,9 @@ class Running:
 
     def step_limits(self, view: RowView, most: int) -> I32Array | None:
         """Ids that each row may gain in the next step, `most` in all unless it is one each; None: exactly one each."""
-        if not len(view):
+        if not view.count:
             return None
-        limits = np.minimum(self._rows.step_limits(view), max(most // len(view), 1))
+        limits = np.minimum(self._rows.step_limits(view), max(most // view.count, 1))
         return limits if (limits > 1).any() else None
 
     def lacking_pages(self, view: RowView, limits: I32Array | None) -> I32Array:

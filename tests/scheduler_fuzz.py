@@ -301,7 +301,7 @@ class Fuzz:
         assert rows.count == len(requests)
         assert cache.committed == sum(request.expected_pages for request in requests)
         queued = [r for r in scheduler._registry.requests.values() if r.state is State.QUEUED]
-        assert len(queued) == len(scheduler._queues)
+        assert len(queued) == scheduler._queues.count
         assert sum(request.tokens for request in queued) == scheduler._queues.tokens
         assert len(queued) + len(requests) == len(scheduler._registry.requests)
 

@@ -159,7 +159,7 @@ def test_a_scan_passes_by_and_puts_back() -> None:
     assert seen == [0, 1, 2, 3]  # a scan is bounded
     queues.end_scan()
     queues.remove(requests[0])
-    assert len(queues) == 9
+    assert queues.count == 9
     assert serve(queues, 100).rid == 1
 
 
@@ -170,7 +170,7 @@ def test_a_queue_forgets_removed_requests_in_any_order() -> None:
     chooser.shuffle(waiting)
     for request in waiting[:1990]:
         queues.remove(request)
-    assert len(queues) == 10
+    assert queues.count == 10
     assert sum(len(lane.heap) for lanes in queues._lanes for lane in lanes) < 500
     left = {serve(queues, 1).rid for _ in range(10)}
     assert left == {request.rid for request in waiting[1990:]}
