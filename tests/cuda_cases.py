@@ -54,11 +54,6 @@ def options_of(device: str, **changes: Any) -> WorkerOptions:
     return make_worker_options(MODEL, device=device, **(settings | changes))
 
 
-def mostly_emulation(first: Any, *others: Any) -> list[Any]:
-    """Cases of a parametrised test, of which all but the first are marked `emulation`."""
-    return [pytest.param(*first), *(pytest.param(*other, marks=pytest.mark.emulation) for other in others)]
-
-
 def silent(text: str, done: int, total: int) -> None:
     """No progress is shown."""
 

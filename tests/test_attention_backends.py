@@ -8,6 +8,7 @@ import torch
 from tests.builders import make_worker_options
 from tests.cuda_cases import LatePair, expected, options_of, silent, submit, told
 from tests.flashinfer_double import simulate
+from tests.marks import mark_rest
 from tests.pair import Pair
 from worker.cpu import backends as cpu_backends
 from worker.cpu.reference_attention import rotate
@@ -181,7 +182,7 @@ def _rotated(x: torch.Tensor, rotation: Rotation, tokens: int) -> torch.Tensor:
     return torch.cat([a * c - b * s, b * c + a * s], dim=-1)
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("enforce_eager", mark_rest(pytest.mark.emulation, [True, False]))
 def test_steps_and_graphs_know_only_the_contract(enforce_eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cuda_backends.BACKENDS, "toy", ToyGpuAttention)
     with simulate(7) as gpu:

@@ -63,6 +63,7 @@ def test_no_plan_splits_or_looks_at_neighbours(eager: bool, monkeypatch: pytest.
     assert sum(heights) >= (9 + 19) * GROUP
 
 
+@pytest.mark.emulation
 def test_every_product_has_the_same_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = set()
     product = CudaOps._product

@@ -23,7 +23,6 @@ from tests.cuda_cases import (
     ids_of,
     launch,
     make_device,
-    mostly_emulation,
     options_of,
     plans,
     play,
@@ -32,6 +31,7 @@ from tests.cuda_cases import (
     told,
 )
 from tests.flashinfer_double import Gpu, SimulationError, simulate
+from tests.marks import mark_rest
 from worker.cuda.sampling import Mode
 from worker.cuda.start import start
 from worker.device import Completion, Deferred
@@ -42,14 +42,17 @@ from worker.output import OutputThread
 
 @pytest.mark.parametrize(
     ("depth", "seed", "settings", "changes"),
-    mostly_emulation(
-        (2, 2, {}, {}),
-        (1, 1, {}, {}),
-        (3, 3, {}, {}),
-        (2, 4, {}, {"enforce_eager": True}),
-        (3, 5, {"prefix_caching": True, "debug_preempt_every": 4}, {}),
-        (3, 6, {"num_pages": 20}, {"enforce_eager": True}),
-        (2, 7, {"prefix_caching": True, "debug_preempt_every": 4}, {"deterministic": True}),
+    mark_rest(
+        pytest.mark.emulation,
+        [
+            (2, 2, {}, {}),
+            (1, 1, {}, {}),
+            (3, 3, {}, {}),
+            (2, 4, {}, {"enforce_eager": True}),
+            (3, 5, {"prefix_caching": True, "debug_preempt_every": 4}, {}),
+            (3, 6, {"num_pages": 20}, {"enforce_eager": True}),
+            (2, 7, {"prefix_caching": True, "debug_preempt_every": 4}, {"deterministic": True}),
+        ],
     ),
     ids=str,
 )
@@ -212,6 +215,7 @@ def test_a_poisoned_row_is_named_and_its_neighbours_unharmed(gpu: Gpu) -> None:
         assert ids_of(result) == [ids[0], 0, ids[2]]
 
 
+@pytest.mark.emulation
 def test_the_clock_runs_by_the_devices_own_times(gpu: Gpu) -> None:
     device = make_device()
     flight = [launch(gpu, device, plan) for plan in plans(3, 4)]

@@ -8,16 +8,17 @@ import torch
 
 from engine.models import prepare
 from proto.messages import StepResult
-from tests.cuda_cases import SIZES, ids_of, launch, mostly_emulation, script, silent
+from tests.cuda_cases import SIZES, ids_of, launch, script, silent
 from tests.flashinfer_double import simulate
 from tests.layer_cases import worker_options
+from tests.marks import mark_rest
 from tests.tiny_models import FAMILIES, NEWER_FAMILIES, make_tiny
 from worker.cpu.start import start as start_cpu
 from worker.cuda.start import start
 from worker.device import Deferred
 
 
-@pytest.mark.parametrize("family", mostly_emulation(*([family] for family in (*FAMILIES, *NEWER_FAMILIES))))
+@pytest.mark.parametrize("family", mark_rest(pytest.mark.emulation, [*FAMILIES, *NEWER_FAMILIES]))
 def test_tokens_are_the_cpus(family: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"window": 9} if family == "mistral" else {}
     manifest = prepare(str(make_tiny(tmp_path, family, **changes)))

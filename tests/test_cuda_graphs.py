@@ -103,6 +103,7 @@ def test_capturing_shows_its_progress(gpu: Gpu) -> None:
     assert captured == [(done, 4) for done in range(5)]
 
 
+@pytest.mark.emulation
 def test_a_step_with_chunks_runs_by_pieces_between_attentions(gpu: Gpu) -> None:
     """Padded tokens: 3 + 5 of 16; they write nothing, not even into the dummy page."""
     device = make_device()

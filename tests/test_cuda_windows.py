@@ -18,8 +18,9 @@ from proto.config import WorkerOptions
 from proto.messages import Finish, Sampling, StepPlan, TokenLogprobs, column
 from tests.builders import GREEDY, behind_window, i32, make_plan, make_row, make_worker_options
 from tests.cuda_cases import MODEL as HALF
-from tests.cuda_cases import LatePair, assert_close, attention_of, changed_slots, mostly_emulation, play, silent
+from tests.cuda_cases import LatePair, assert_close, attention_of, changed_slots, play, silent
 from tests.flashinfer_double import SimulationError, simulate
+from tests.marks import mark_rest
 from tests.pair import Pair, Story
 from worker.cpu.start import start as start_cpu
 from worker.cuda import tiles
@@ -114,7 +115,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "settings", "changes"), mostly_emulation(*CASES), ids=str)
+@pytest.mark.parametrize(("model", "settings", "changes"), mark_rest(pytest.mark.emulation, CASES), ids=str)
 def test_tokens_are_the_cpus(
     model: str, settings: dict[str, Any], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from engine.models import prepare
 from tests.layer_cases import Player, load, prompt
+from tests.marks import mark_rest
 from tests.test_law_forward import assert_law
 from tests.test_layers_models import TOLERANCE, reference_logits
 from tests.tiny_models import NEWER_FAMILIES, make_tiny
@@ -35,7 +36,11 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(str(v) for v in case.values()))
+@pytest.mark.parametrize(
+    "case",
+    mark_rest(pytest.mark.slow, CASES, keep=len(NEWER_FAMILIES)),
+    ids=lambda case: " ".join(str(v) for v in case.values()),
+)
 def test_logits_equal_transformers(case: dict[str, Any], tmp_path: Path) -> None:
     """Whole prompts in one step on both devices; then chunks beside other rows, and decode."""
     directory = make_tiny(tmp_path, **case)

@@ -15,6 +15,7 @@ from tests.flashinfer_cases import (
     compare,
     config,
 )
+from tests.marks import mark_rest
 from worker.models import FAMILIES
 
 STEPS = 56  # for each of nine families, so more than 500 in all
@@ -28,7 +29,7 @@ def _needs_gpu(request: pytest.FixtureRequest) -> None:
         pytest.skip("no NVIDIA GPU")
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", mark_rest(pytest.mark.emulation, sorted(FAMILIES), keep=3))
 def test_bfloat16_is_close(family: str) -> None:
     """The dtype of a GPU: kernels take weights of the activations' dtype, and nothing is widened on the way."""
     with NARROW(seed=1):

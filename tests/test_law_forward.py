@@ -9,6 +9,7 @@ import torch
 
 from engine.models import prepare
 from tests.layer_cases import Player, load, prompt
+from tests.marks import mark_rest
 from tests.tiny_models import make_tiny
 from worker.cpu.self_test import check_batch_invariance
 from worker.cpu.step import CpuStep
@@ -84,7 +85,7 @@ def assert_law(forward: CpuStep, lengths: list[int], prompts: list[int]) -> None
             assert torch.equal(expected, got), f"{name}, sequence {sequence}: {(expected - got).abs().max()}"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", mark_rest(pytest.mark.slow, ["bfloat16", "float32"]))
 @pytest.mark.parametrize(
     ("device", "case"),
     [

@@ -15,6 +15,7 @@ from proto.config import WorkerOptions
 from proto.messages import Finish, Sampling
 from proto.model import ModelConfig, RopeConfig
 from tests.builders import GREEDY, make_worker_options
+from tests.marks import mark_rest
 from tests.pair import Pair, Story
 from worker.cpu.device import CpuDevice
 from worker.cpu.start import start as start_cpu
@@ -122,7 +123,7 @@ def assert_same(stories: list[Story], expected: list[Story]) -> None:
             assert story.digest(output) == wanted.digest(output), f"request {i}, output {output}"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", mark_rest(pytest.mark.slow, ["bfloat16", "float32"]))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_bitwise_those_of_the_request_alone(dtype: str, variant: str) -> None:
     runner, options = load(dtype)

@@ -8,6 +8,7 @@ import torch
 
 from engine.models import prepare
 from tests.layer_cases import Player, load, prompt
+from tests.marks import mark_rest
 from tests.tiny_models import FAMILIES, ROPES, make_tiny, reference_model
 from worker.steps.batch import I32Array
 
@@ -41,7 +42,9 @@ def reference_logits(directory: Path, ids: I32Array, at_once: bool = True) -> to
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(str(v) for v in case.values()))
+@pytest.mark.parametrize(
+    "case", mark_rest(pytest.mark.slow, CASES, keep=5), ids=lambda case: " ".join(str(v) for v in case.values())
+)
 def test_logits_equal_transformers(case: dict[str, Any], tmp_path: Path) -> None:
     """Whole prompts in one step, chunks beside other rows, then decode steps, on cpu and reference."""
     directory = make_tiny(tmp_path, **case)

@@ -2,10 +2,11 @@
 
 import pytest
 
+from tests.marks import mark_rest
 from tests.scheduler_fuzz import SETTINGS, Setting, fuzz
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("setting", mark_rest(pytest.mark.slow, SETTINGS, keep=8), ids=str)
 def test_random_events_leave_nothing_wrong_and_nothing_behind(setting: Setting) -> None:
     run = fuzz(5_000, seed=11, setting=setting)
     assert run.finished > 100
